@@ -42,16 +42,16 @@ PROBLEMS = [
     (200, 260, 256, 256, True, 1, 1, 1),
     (600, 1100, 64, 64, False, 2, 2, 10),
 ]
+TICKETS = (60, 300, 16, 16, False, 1, 1, 1)
 SEEDS = range(12)
 # The default run deletes some statements of the functions that a stage adds or changes: every sixth of a stage that has changed
 # since the last commit, and every 60th of all stages together.
 EVERY, SPREAD = 6, 60
-MOST_CHANGED = 3  # if more stages have changed, only so many count
 
 
 @functools.cache
 def changed_stages():
-    """Return the stages with changes since the branch left main, or since the commit before if this is main.
+    """Return up to three stages with changes since the branch left main, or since the commit before if this is main.
 
     Without such a stage, or without git, return the newest stage.
     """
@@ -63,7 +63,7 @@ def changed_stages():
     base = git("merge-base", "HEAD~1", "main")
     files = git("diff", "--name-only", *base, "--", "stages") if base else []
     found = {file.split("/")[1] for file in files} & set(stages.names())
-    return sorted(found, key=stages.position)[:MOST_CHANGED] or stages.names()[-1:]
+    return sorted(found, key=stages.position)[:3] or stages.names()[-1:]
 
 
 @functools.cache
@@ -136,25 +136,20 @@ def test_a_deleted_statement_is_missed(name, pass_, file, index, tmp_path):
     pytest.fail("nothing is missed")
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("name", [name for name in stages.names() if needs_hopper(name)] if LONG else changed_stages())
-def test_complete_kernel_is_right(name, problem):
-    """Without a deletion, no kernel raises an error, and the results are right."""
-    *tensors, options = inputs(problem)
-    schedule.restart_seeds(0)
-    check(available(name), *tensors, **options, run=by_functions)
+def complete():
+    """Yield (stage, problem, seed) for kernels without a deletion.
 
-
-TAKING_TICKETS = once([name for name in stages.names() if "_take_ticket" in names_in(name, "backward")], "backward")
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", TAKING_TICKETS if LONG else TAKING_TICKETS[-1:])
-def test_ctas_that_share_a_query_tile_lose_no_contribution(name, seed):
-    """dQ is right in any order of events. Three CTAs contribute to each query tile: the first stores, and the others add.
-
-    An addition that arrives before the first store is lost. The deletions above do not show that the complete kernel is right.
+    Where CTAs take tickets for a query tile, the first stores dQ, and the others add. An addition that arrives before the store
+    is lost, which only some orders show. In TICKETS, three CTAs share each query tile.
     """
-    inputs = make_inputs(60, 300, 16, batch=1, heads=1)
+    for name in filter(needs_hopper, stages.names()) if LONG else changed_stages():
+        yield from ((name, problem, 0) for problem in PROBLEMS)
+    taking = once([name for name in stages.names() if "_take_ticket" in names_in(name, "backward")], "backward")
+    yield from itertools.product(taking if LONG else taking[-1:], [TICKETS], SEEDS)
+
+
+@pytest.mark.parametrize("name, problem, seed", list(complete()), ids=str)
+def test_complete_kernel_is_right(name, problem, seed):
+    *tensors, options = inputs(problem)
     schedule.restart_seeds(seed)
-    check(stages.load(name), *inputs, causal=False, run=by_functions)
+    check(available(name), *tensors, **options, run=by_functions)

@@ -36,11 +36,6 @@ LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
 
 
-@pytest.fixture(autouse=True)
-def _no_seed_for_all(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-
-
 def tiles(number):
     """Return a tensor of `number` tiles, one below the other. The elements are small integers, so all arithmetic is exact."""
     return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
@@ -275,8 +270,7 @@ USES = {
 @gluon.jit
 def _wait_for_matmuls_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constexpr, USED: gl.constexpr):
     x_s = gl.allocate_shared_memory(x_desc.dtype, [3, SIZE, SIZE], x_desc.layout)
-    for i in gl.static_range(3):
-        x_s.index(i).store(gl.full([SIZE, SIZE], 1, x_s.dtype, LAYOUT))
+    x_s.store(gl.full([3, SIZE, SIZE], 1, x_s.dtype))
     fence_async_shared()
     no = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
     first = warpgroup_mma(x_s.index(0), x_s.index(0), no, is_async=True)
@@ -290,8 +284,7 @@ def _wait_for_matmuls_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constexp
 @gluon.jit
 def _wait_for_stores_kernel(out_desc, out_ptr, seen_ptr, PENDING: gl.constexpr, USED: gl.constexpr):
     x_s = gl.allocate_shared_memory(out_desc.dtype, [3, SIZE, SIZE], out_desc.layout)
-    for i in gl.static_range(3):
-        x_s.index(i).store(gl.full([SIZE, SIZE], 1, x_s.dtype, LAYOUT))
+    x_s.store(gl.full([3, SIZE, SIZE], 1, x_s.dtype))
     fence_async_shared()
     for i in gl.static_range(3):
         tma.async_copy_shared_to_global(out_desc, [i * SIZE, 0], x_s.index(i))

@@ -76,11 +76,8 @@ def _matmuls(desc, PARTITIONS: gl.constexpr, PENDING: gl.constexpr):
     tma.async_copy_global_to_shared(desc, [0, 0, 0, 0], full.index(0), tile_s.index(0))
     mbarrier.wait(full.index(0), 0)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    if PARTITIONS == 1:
-        _multiply(tile_s, layout, PENDING)
-    else:
-        multiply = (_multiply, (tile_s, layout, PENDING))
-        gl.warp_specialize([multiply, multiply], [4], [128])
+    multiply = (_multiply, (tile_s, layout, PENDING))
+    gl.warp_specialize([multiply] * PARTITIONS, [4] * (PARTITIONS - 1), [128] * (PARTITIONS - 1))
 
 
 FILLED = 4 + 500 + 300 + 20  # cycles of expect, bytes, latency and hand-over

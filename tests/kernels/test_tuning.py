@@ -15,7 +15,6 @@ from common.kernels import tuning
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
-
 LENGTHS = (185, 203)
 
 

@@ -68,21 +68,16 @@ class Memory:
             self._filled |= elements
         elif self._filled & elements != elements:
             schedule.fail(f"{who} reads {buffer}, which was not fully written")
-        self.uses = [use for use in self.uses if not self._replaces(elements, writes, known, use)]
+        # The new use replaces uses of its elements: a write replaces all, and a read those reads that are known to be over. A
+        # partition that learns of the new read's end also learns of theirs.
+        inside = [use for use in self.uses if use.elements | elements == elements]
+        replaced = [use for use in inside if writes or not use.writes and use.event & known]
+        self.uses = [use for use in self.uses if use not in replaced]
         use = _Use(elements, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
             use.fences = 0
         self.uses.append(use)
         return use.event
-
-    @staticmethod
-    def _replaces(elements, writes, known, use):
-        """Return whether a new use makes it unnecessary to remember `use`, because it covers its elements.
-
-        A new read replaces earlier reads that the running partition knows to be over. This is safe: a partition that learns of
-        the new read's end also learns of theirs.
-        """
-        return use.elements | elements == elements and (writes or not use.writes and use.event & known)
 
 
 def fence():

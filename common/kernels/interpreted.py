@@ -23,17 +23,13 @@ def install_at_first_launch():
 
 def install():
     """Repair Triton's interpreter, and interpret Gluon's launches. Tools that change an interpreter call this first."""
+    global _installed
     with _installing:
         if not _installed:
-            _install()
+            from common.interpreter import gluon, repairs  # not at the top, because these imports are slow
 
-
-def _install():
-    global _installed
-    from common.interpreter import gluon, repairs  # not at the top, because these imports are slow
-
-    for launcher, run in _RUNS.items():
-        launcher.run = run
-    repairs.install()
-    GluonJITFunction.run = gluon.run
-    _installed = True
+            for launcher, run in _RUNS.items():
+                launcher.run = run
+            repairs.install()
+            GluonJITFunction.run = gluon.run
+            _installed = True

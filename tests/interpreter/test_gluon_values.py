@@ -211,12 +211,12 @@ def test_elements_outside_of_a_tensor_are_an_error(arguments, outside):
 
 
 @gluon.jit
-def _arguments_kernel(integer, wide, number, flag, nothing, DEFAULT: gl.constexpr = gl.constexpr(3)):
+def _arguments_kernel(integer, wide, number, flag, nothing):
     _record(integer + 0)
     _record(wide + 0)
     _record(number)
     _record(flag)
-    _record(gl.full([1], DEFAULT if nothing is None else 0, gl.int32))
+    _record(gl.full([1], 3 if nothing is None else 0, gl.int32))
 
 
 def test_arguments_of_a_launch():

@@ -18,14 +18,14 @@ NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
 def test_other_gpus_and_the_stage_to_use_instead_are_named(monkeypatch, arch, instead):
     monkeypatch.setattr(stages, "recommended", functools.cache(stages.recommended))  # it takes long, and each call asks
     q, k, v, grad_out = make_inputs(1, 1, 16)
-    gpu, instead = arch if arch == "gfx942" else f"sm_{arch}", stages.resolve(instead)
+    reason = f"needs a Hopper GPU (sm_90), and this GPU is {arch if arch == 'gfx942' else f'sm_{arch}'}"
     with interpreted_as(Device(architecture=arch)):
         for name in filter(needs_hopper, stages.names()) if arch == 80 else [NEWEST]:
             stage = stages.load(name)
             for call, inputs in ((stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, q, q[..., 0].float()))):
                 with pytest.raises(Unavailable) as error:
                     call(*inputs, causal=False, scale=1.0)
-                assert str(error.value) == f"stages.{name} needs a Hopper GPU (sm_90), and this GPU is {gpu}; use stages.{instead}"
+                assert str(error.value) == f"stages.{name} {reason}; use stages.{stages.resolve(instead)}"
     assert hopper.unavailable() is None, "the interpreter is no other GPU any more"
 
 

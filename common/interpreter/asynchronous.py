@@ -3,10 +3,14 @@
 An operation takes place at a random moment, after its issue and before the wait for it ends.
 """
 
+import math
+from types import SimpleNamespace
+
 import torch
 
 from .schedule import Waiting, now
 from .shared import Barrier, Buffer
+from .timing import COPIES, STORES, TENSOR_CORES
 from .values import Register, Scalar, Values, in_triton, operand
 
 
@@ -26,10 +30,10 @@ class Traffic:
 traffic = Traffic()
 
 
-def _ends(part: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first and the last element of a part of a tensor."""
+def _extent(part: torch.Tensor) -> tuple[int, int, int]:
+    """Return the bytes of a part of a tensor, and the addresses of its first and its last element."""
     steps = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) if part.numel() else 0
-    return part.data_ptr(), part.data_ptr() + steps * part.itemsize
+    return part.numel() * part.itemsize, part.data_ptr(), part.data_ptr() + steps * part.itemsize
 
 
 class Descriptor:
@@ -41,7 +45,8 @@ class Descriptor:
         self.dtype = in_triton(descriptor.base.dtype)
         self._padding = float("nan") if descriptor.padding == "nan" else 0
         self._tensor = descriptor.base.detach().as_strided(list(descriptor.shape), list(descriptor.strides))
-        self.block_type = _BlockType(self.block_shape, descriptor.base.dtype)
+        numel = math.prod(self.block_shape)
+        self.block_type = SimpleNamespace(numel=numel, nbytes=numel * descriptor.base.itemsize)
         self.shape, self.strides = self._tensor.shape, [Scalar(stride, 64) for stride in self._tensor.stride()]
 
     def clipped(self, coord):
@@ -56,9 +61,9 @@ class Descriptor:
     def tile(self, coord):
         """Return a tile. Elements outside of the tensor get the padding value."""
         part, of_tile = self.clipped(coord)
-        whole = torch.full(self.block_shape, self._padding, dtype=self._tensor.dtype)
+        whole = torch.full(self.block_shape, self._padding, dtype=part.dtype)
         whole[of_tile] = part
-        traffic.read(part.numel() * part.itemsize, *_ends(part))
+        traffic.read(*_extent(part))
         return whole
 
     def check(self, coord, buffer: Buffer):
@@ -72,15 +77,6 @@ class Descriptor:
             )
 
 
-class _BlockType:
-    """The type of a descriptor's tiles: shape, dtype and size."""
-
-    def __init__(self, shape, dtype):
-        self.shape, self.element_ty = shape, in_triton(dtype)
-        self.numel = torch.Size(shape).numel()
-        self.nbytes = self.numel * dtype.itemsize
-
-
 class Load:
     """A TMA copy from global to shared memory. The copy signals a barrier."""
 
@@ -90,8 +86,8 @@ class Load:
         self._descriptor, self._coord, self._barrier, self._buffer = descriptor, coord, barrier, buffer
         event = buffer.memory.use(buffer, "a copy", writes=True, asynchronous=True)
         self._known = now().running.known | event
-        self._cycle = now().timing.copy(now().running, "load", buffer.nbytes) if now().timing else 0.0
-        now().issue(self)
+        self._cycle = now().timing.issue(COPIES, now().running, "load", buffer.nbytes)
+        now().issue(self.take_place)
         now().switch()
 
     def take_place(self):
@@ -106,7 +102,7 @@ class Store:
     TMA reads shared memory first. The tile arrives in global memory at a later random moment.
     """
 
-    def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
+    def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool = False):
         descriptor.check(coord, buffer)
         if any(int(first) < 0 for first in coord):
             now().fail(f"a store to `{descriptor.name}` at {[*map(int, coord)]}: TMA cannot store before a tensor")
@@ -114,27 +110,25 @@ class Store:
         self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
         self.over = self.arrived = False
-        self.cycle = now().timing.copy(now().running, "add" if adds else "store", buffer.nbytes) if now().timing else 0.0
+        self.cycle = now().timing.issue(STORES, now().running, "add" if adds else "store", buffer.nbytes)
         now().running.stores.append(self)
-        now().issue(self)
+        now().issue(self.take_place)
         now().switch()
 
     def take_place(self):
         """Read the tile, and let it arrive in global memory later."""
         self._tile = self.buffer.view.reshape(self._descriptor.block_shape).clone()
         self.over = True
-        now().send(self)
+        now().issue(self.arrive)
 
     def arrive(self):
         """Write the part of the tile that lies inside the tensor, or add this part to the tensor."""
         part, of_tile = self._descriptor.clipped(self._coord)
-        tile = self._tile[of_tile]
-        nbytes = part.numel() * part.itemsize
         if self._adds:
-            part += tile  # the L2 cache does the addition, so the SM reads nothing
+            part += self._tile[of_tile]  # the L2 cache does the addition, so the SM reads nothing
         else:
-            part.copy_(tile)
-        traffic.write(nbytes, *_ends(part), self._adds)
+            part.copy_(self._tile[of_tile])
+        traffic.write(*_extent(part), self._adds)
         self.arrived = True
 
 
@@ -148,8 +142,7 @@ def store_wait(pendings: int):
     now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
     for store in waited_for:
         partition.known |= store.event
-        if timing := now().timing:
-            timing.reach(partition, store.cycle)
+        now().timing.reach(partition, store.cycle)
     del partition.stores[: len(waited_for)]
     partition.sent += waited_for
 
@@ -180,9 +173,9 @@ class Matmul(Values):
         self.layout = acc.layout
         self.where = now().here()
         self.over = False
-        self.cycle = now().timing.matmul(now().running, self.flops) if now().timing else 0.0
+        self.cycle = now().timing.issue(TENSOR_CORES, now().running, "matmul", self.flops)
         now().running.matmuls.append(self)
-        now().issue(self)
+        now().issue(self.take_place)
         now().switch()
 
     @property
@@ -206,7 +199,7 @@ class Matmul(Values):
 
     def result(self) -> torch.Tensor:
         """Let the matmul take place now, unless it already did. Return its value."""
-        now().perform(self)
+        now().perform(self.take_place)
         return self._value
 
     def finish(self):
@@ -214,21 +207,20 @@ class Matmul(Values):
         self.result()
         self.over = True
         now().running.known |= self._events
-        if timing := now().timing:
-            timing.reach(now().running, self.cycle)
+        now().timing.reach(now().running, self.cycle)
 
 
-def matmul_wait(outstanding: int, results: list):
-    """Wait until all matmuls of this partition except the last `outstanding` are over.
+def matmul_wait(num_outstanding: int = 0, deps: list = ()):
+    """Wait until all matmuls of this partition except the last `num_outstanding` are over.
 
     This function replaces `warpgroup_mma_wait`.
 
     Returns:
-        `results` as a tuple, with the values of finished matmuls. If `results` has one entry: this entry, without a tuple.
+        `deps` as a tuple, with the values of finished matmuls. If `deps` has one entry: this entry, without a tuple.
     """
     partition = now().running
-    while len(partition.matmuls) > outstanding:
+    while len(partition.matmuls) > num_outstanding:
         partition.matmuls.pop(0).finish()
     now().switch()
-    given = tuple(Register(one.result(), one.layout) if isinstance(one, Matmul) and one.over else one for one in results)
+    given = tuple(Register(one.result(), one.layout) if isinstance(one, Matmul) and one.over else one for one in deps)
     return given[0] if len(given) == 1 else given

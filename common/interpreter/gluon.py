@@ -1,8 +1,8 @@
 """Interpret Gluon kernels on the CPU.
 
-The interpreter runs unchanged kernels, with partitions, barriers, TMA and asynchronous matmuls. `install` redirects every
-launch of a Gluon kernel to `run`, which executes the kernel's Python body. The dict MEANING has replacements for functions of
-Gluon and Triton. If a kernel calls a function that has no replacement, an error names the function.
+The interpreter runs unchanged kernels, with partitions, barriers, TMA and asynchronous matmuls. `run` replaces the launch of
+Gluon's kernels, and executes a kernel's Python body. The dict MEANING has replacements for functions of Gluon and Triton. If a
+kernel calls a function that has no replacement, an error names the function.
 
 The module `schedule` orders the events, and `shared` finds races. `asynchronous` performs copies and matmuls, and `values`
 represents a kernel's variables.
@@ -11,7 +11,6 @@ represents a kernel's variables.
 import builtins
 import functools
 import inspect
-import re
 import types
 
 import torch
@@ -29,10 +28,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
+from common.kernels import hopper
+
 from . import shared
-from .asynchronous import Descriptor, Load, Matmul, Store, matmul_wait, store_wait, traffic
-from .schedule import MARK, Program, Waiting, begin, next_seed, now, outermost_frame
-from .shared import Barriers, Buffer, Memory
+from .asynchronous import Descriptor, Load, Matmul, Store, arrival_wait, matmul_wait, store_wait, traffic
+from .schedule import MARK, Program, Waiting, begin, now, outermost_frame
+from .shared import Barrier, Barriers, Buffer, Memory
+from .timing import STORES
 from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
 
 # id of a function of Gluon or Triton -> (the function, its replacement). Ids, because hashing a function is slow.
@@ -52,32 +54,20 @@ def means(*functions):
 # --- programs and constants
 
 
-@means(gl.program_id, tl.program_id)
-def _program_id(axis):
-    return Scalar(now().running.program.number if axis == 0 else 0)
-
-
-@means(gl.num_programs, tl.num_programs)
-def _num_programs(axis):
-    return Scalar(now().programs if axis == 0 else 1)
-
-
-@means(gl.cdiv, tl.cdiv)
-def _cdiv(a, b):
-    return (a + b - 1) // b
+means(gl.program_id, tl.program_id)(lambda axis: Scalar(now().running.program.number if axis == 0 else 0))
+means(gl.num_programs, tl.num_programs)(lambda axis: Scalar(now().programs if axis == 0 else 1))
+means(gl.cdiv, tl.cdiv)(lambda a, b: (a + b - 1) // b)
+means(gl.constexpr)(lambda constant: constant)
+means(gl.to_tensor)(lambda x: Scalar(x) if isinstance(x, int) else x)
+means(gl.static_range, tl.static_range)(range)
+means(gdc_wait)(lambda: None)  # here each launch begins after the previous launch has ended
+means(gdc_launch_dependents)(lambda: None)
 
 
 @means(gl.static_assert, tl.static_assert)
 def _static_assert(condition, message=""):
     if not condition:
         now().fail(f"static_assert: {message}")
-
-
-means(gl.constexpr)(lambda constant: constant)
-means(gl.to_tensor)(lambda x: Scalar(x) if isinstance(x, int) else x)
-means(gl.static_range, tl.static_range)(range)
-means(gdc_wait)(lambda: None)  # here each launch begins after the previous launch has ended
-means(gdc_launch_dependents)(lambda: None)
 
 
 @means(range, tl.range)
@@ -89,7 +79,7 @@ def _range(*bounds):
 # --- tensors in registers
 
 
-@means(gl.arange)
+@means(gl.arange, tl.arange)
 def _arange(start, end, layout=None):
     return Register(torch.arange(start, end, dtype=torch.int32), layout)
 
@@ -99,30 +89,16 @@ def _full(shape, fill, dtype, layout=None):
     return Register(torch.full(list(shape), operand(fill), dtype=in_torch(dtype)), layout)
 
 
-@means(gl.zeros)
-def _zeros(shape, dtype, layout=None):
-    return _full(shape, 0, dtype, layout)
-
-
-@means(gl.convert_layout)
-def _convert_layout(x, layout):
-    return computed("move", x.data, x, layout=layout)
+means(gl.zeros)(lambda shape, dtype, layout=None: _full(shape, 0, dtype, layout))
+means(gl.convert_layout)(lambda x, layout: computed("move", x.data, x, layout=layout))
+means(gl.split)(lambda x: (x[..., 0], x[..., 1]))
+means(gl.join)(lambda x, y: computed("move", torch.stack(promoted(x, y), -1), x, y))
 
 
 @means(gl.where, tl.where)
 def _where(condition, x, y):
     chosen = torch.where(tensor(condition), *promoted(x, y))
     return computed("select", chosen, condition, x, y, layout=getattr(condition, "layout", None))
-
-
-@means(gl.split)
-def _split(x):
-    return x[..., 0], x[..., 1]
-
-
-@means(gl.join)
-def _join(x, y):
-    return computed("move", torch.stack(promoted(x, y), -1), x, y)
 
 
 def _either(compute, or_nan):
@@ -144,11 +120,13 @@ means(gl.maximum, tl.maximum)(_either(torch.fmax, torch.maximum))
 means(gl.minimum, tl.minimum)(_either(torch.fmin, torch.minimum))
 
 
-@means(gl.max)
+def _at_least_32_bits(data):
+    return data.to(torch.promote_types(data.dtype, torch.float32 if data.is_floating_point() else torch.int32))
+
+
+@means(gl.max, tl.max)
 def _max(x, axis):
-    if not x.data.is_floating_point():
-        return computed("row maximum", x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis), x)
-    data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
+    data = _at_least_32_bits(x.data)
     largest = data.amax(axis)
     if largest.isnan().any():  # the maximum is NaN only if the whole row is NaN
         nan = data.isnan()
@@ -156,11 +134,10 @@ def _max(x, axis):
     return computed("row maximum", largest, x)
 
 
-@means(gl.sum)
+@means(gl.sum, tl.sum)
 def _sum(x, axis):
-    integer = not x.data.is_floating_point()
-    total = x.data.sum(axis, dtype=torch.promote_types(x.data.dtype, torch.int32) if integer else x.data.dtype)
-    return computed("sum", total, x)
+    dtype = x.data.dtype if x.data.is_floating_point() else _at_least_32_bits(x.data).dtype
+    return computed("sum", x.data.sum(axis, dtype=dtype), x)
 
 
 @means(gl.associative_scan)
@@ -176,29 +153,23 @@ for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2
     means(_function)(lambda x, name=_compute.__name__, compute=_compute: computed(name, compute(x.data), x, layout=x.layout))
 
 
-@means(gl.inline_asm_elementwise)
-def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """Evaluate the comment at the start of the assembly. The comment is an expression of the arguments a, b, c, …"""
-    comment = re.match(r"/\*(.*?)\*/", asm)
-    if comment is None:
-        now().fail("inline assembly must begin with a comment: the expression of a, b, … that the assembly computes")
-    names = dict(zip("abcdefgh", args, strict=False))
-    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # safe: the comment is the kernel's source
+means(hopper.widened)(lambda p: p.to(gl.float32))
 
 
 # --- global memory
 
 
-def _ends(pointer, offsets) -> tuple[int, int]:
-    """Return the lowest and the highest address of some elements."""
+def _extent(pointer, offsets) -> tuple[int, int, int]:
+    """Return the bytes of some elements, their lowest address and their highest address."""
     start, size = pointer.elements.data_ptr(), pointer.elements.itemsize
-    return (start + int(offsets.min()) * size, start + int(offsets.max()) * size) if offsets.numel() else (start, start)
+    ends = (int(offsets.min()), int(offsets.max())) if offsets.numel() else (0, 0)
+    return offsets.numel() * size, *(start + end * size for end in ends)
 
 
 @means(gl.load, tl.load)
 def _load(pointer, mask=None, other=None, volatile=False):
     offsets, counts = pointer.at(mask)
-    traffic.read(int(counts.sum()) * pointer.elements.itemsize, *_ends(pointer, offsets[counts]))
+    traffic.read(*_extent(pointer, offsets[counts]))
     loaded = pointer.elements[torch.where(counts, offsets, 0)]
     if other is not None:
         loaded = torch.where(counts, loaded, torch.as_tensor(operand(other), dtype=loaded.dtype))
@@ -208,7 +179,7 @@ def _load(pointer, mask=None, other=None, volatile=False):
 @means(gl.store, tl.store)
 def _store(pointer, stored, mask=None):
     offsets, counts = pointer.at(mask)
-    traffic.write(int(counts.sum()) * pointer.elements.itemsize, *_ends(pointer, offsets[counts]))
+    traffic.write(*_extent(pointer, offsets[counts]))
     stored = torch.as_tensor(operand(stored)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements[offsets[counts]] = stored[counts]
 
@@ -218,96 +189,64 @@ def _add_up(pointer, added, mask=None):
     offsets, counts = pointer.at(mask)
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)
-    nbytes = int(counts.sum()) * pointer.elements.itemsize
-    traffic.write(nbytes, *_ends(pointer, offsets[counts]), True)
+    nbytes, *ends = _extent(pointer, offsets[counts])
+    traffic.write(nbytes, *ends, True)
     now().switch()
     return nbytes
 
 
-@means(gl.atomic_add)
-def fetch_add_in_memory(pointer, added, mask=None, sem=None):
+@means(gl.atomic_add, hopper.fetch_add)
+def _fetch_add(pointer, added, mask=None, sem=None):
     """Add to elements of global memory, and return their old values."""
     before = _load(pointer, mask)
     _add_up(pointer, added, mask)
     return before
 
 
-def wait_in_memory(pointer, least):
+@means(hopper.flag_wait)
+def _flag_wait(pointer, least):
     """Wait until an element of global memory is at least `least`."""
     offsets, _ = pointer.at(None)
     now().switch(Waiting(lambda: bool((pointer.elements[offsets] >= int(least)).all()), lambda: "a flag in global memory"))
 
 
-def add_in_memory(pointer, added):
+@means(hopper.reduce_add)
+def _reduce_add(pointer, added):
     """Add a tile to global memory. The L2 cache does the addition, so the SM reads nothing."""
-    nbytes = _add_up(pointer, added)
-    if now().timing:
-        now().timing.copy(now().running, "add", nbytes)
+    now().timing.issue(STORES, now().running, "add", _add_up(pointer, added))
 
 
 # --- shared memory, barriers, TMA, matmuls, partitions
 
 
 @means(gl.allocate_shared_memory)
-def _allocate_shared_memory(dtype, shape, layout, initial=None):
+def _allocate_shared_memory(dtype, shape, layout):
     program = now().running.program
     program.frame = outermost_frame()
     if isinstance(layout, mbarrier.MBarrierLayout):
         return Barriers(program, shape[0])
     memory = Memory(program, dtype, shape)
-    buffer = Buffer(memory, memory.data)
-    if initial is not None:
-        buffer.store(initial)
-    return buffer
+    return Buffer(memory, memory.data)
 
 
-@means(mbarrier.init)
-def _init(barrier, count):
-    barrier.init(count)
-
-
-@means(mbarrier.expect)
-def _expect(barrier, nbytes, pred=True):
-    if pred:
-        barrier.arrive(1, nbytes)
-
-
-@means(mbarrier.arrive)
-def _arrive(barrier, *, count=1, pred=True):
-    if pred:
-        barrier.arrive(count)
-
-
-@means(mbarrier.wait)
-def _wait(barrier, phase, pred=True):
-    if pred:
-        barrier.wait(phase)
-
-
-@means(tma.async_copy_global_to_shared)
-def _async_copy_global_to_shared(descriptor, coord, barrier, buffer, pred=True):
-    if pred:
-        Load(descriptor, coord, barrier, buffer)
-
-
-@means(tma.async_copy_shared_to_global)
-def _async_copy_shared_to_global(descriptor, coord, buffer):
-    Store(descriptor, coord, buffer, adds=False)
-
-
+means(mbarrier.init)(Barrier.init)
+means(mbarrier.expect)(Barrier.expect)
+means(mbarrier.arrive)(Barrier.arrive)
+means(mbarrier.wait)(Barrier.wait)
+means(tma.async_copy_global_to_shared)(Load)
+means(tma.async_copy_shared_to_global)(Store)
+means(hopper.async_reduce_add)(functools.partial(Store, adds=True))
 means(tma.store_wait)(store_wait)
+means(hopper.stored_wait)(arrival_wait)
+means(hopper.fence_async_global)(lambda: None)
 means(fence_async_shared)(shared.fence)
+means(warpgroup_mma_wait)(matmul_wait)
 
 
 @means(warpgroup_mma)
 def _warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
     matmul = Matmul(a, b, acc, use_acc)
     return matmul if is_async else matmul_wait(0, [matmul])
-
-
-@means(warpgroup_mma_wait)
-def _warpgroup_mma_wait(num_outstanding=0, deps=None):
-    return matmul_wait(num_outstanding, deps)
 
 
 @means(gl.warp_specialize)
@@ -398,12 +337,7 @@ def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
         raise NotImplementedError(f"the grid is {size}, but the interpreter runs only grids of one dimension")
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     unwrapped = {name: one.value if isinstance(one, gl.constexpr) else one for name, one in arguments.items()}
-    with begin(next_seed()) as schedule:
+    with begin() as schedule:
         values = {name: _meaning(one, name) if name in constants else _argument(name, one) for name, one in unwrapped.items()}
         call = functools.partial(_translated(kernel.fn), **values)
-        schedule.run(((Program(number), call) for number in range(size[0])), options.get("num_warps", 4))
-
-
-def install():
-    """Redirect every launch of a Gluon kernel to `run`."""
-    GluonJITFunction.run = run
+        schedule.run([(Program(number), call) for number in range(size[0])], options.get("num_warps", 4))

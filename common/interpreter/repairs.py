@@ -1,7 +1,4 @@
-"""Repair Triton's interpreter, because some of its results differ from a GPU's, and some of its steps are slow.
-
-`common.runtime` applies these repairs.
-"""
+"""Repair Triton's interpreter, because some of its results differ from a GPU's, and some of its steps are slow."""
 
 import functools
 import threading
@@ -14,11 +11,34 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
+_REPAIRS = []  # (owner, name of a function, its replacement)
+_patched = set()  # during a launch: the functions for which Triton's language is patched
+_one_at_a_time = threading.RLock()
 
-def adopt_language():
+
+def _replaces(owner, name):
+    """Register the decorated function as the replacement of `owner.name`, which it gets as its first argument."""
+
+    def enter(repair):
+        _REPAIRS.append((owner, name, repair))
+        return repair
+
+    return enter
+
+
+def install():
+    """Repair the interpreter, once in a process."""
+    if isinstance(tl.sum, JITFunction):
+        _adopt_language()
+    for owner, name, repair in _REPAIRS:
+        original = getattr(owner, name, None)
+        setattr(owner, name, lambda *args, repair=repair, original=original, **kwargs: repair(original, *args, **kwargs))
+
+
+def _adopt_language():
     """Replace the compiler's functions in `triton.language` by interpreted functions.
 
-    `triton.language` has the compiler's functions if it was imported before `common.runtime`.
+    `triton.language` has the compiler's functions if it was imported before TRITON_INTERPRET was set.
     """
     adopted = {}
     for namespace in (tl, tl.standard, tl.random, tl.tensor):
@@ -26,6 +46,9 @@ def adopt_language():
             if isinstance(function, JITFunction):
                 adopted.setdefault(function, InterpretedFunction(function.fn))
                 setattr(namespace, name, adopted[function])
+
+
+# --- bfloat16: Triton 3.6 and 3.7 compute with the 16 bits of a bfloat16 number as with an integer, and casts truncate
 
 
 def _widen(handle):
@@ -41,127 +64,87 @@ def _to_bfloat16(data):
     return TensorHandle(rounded.view(torch.uint16).numpy().reshape(data.shape), tl.bfloat16)
 
 
-def repair_bfloat16():
-    """Let Triton's interpreter compute with bfloat16 numbers as a GPU does.
-
-    In Triton 3.6 and 3.7, `tl.dot` and arithmetic treat the 16 bits of a bfloat16 number as an integer. Also, a cast from
-    float32 truncates, but a GPU rounds to nearest even.
-    """
-    builder = InterpreterBuilder
-    dot, binary_op, cast = builder.create_dot, builder.binary_op, builder.cast_impl
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        return dot(self, _widen(a), _widen(b), d, input_precision, max_num_imprecise_acc)
-
-    def repaired_binary_op(self, lhs, rhs, op):
-        if lhs.dtype.scalar != tl.bfloat16:
-            return binary_op(self, lhs, rhs, op)
-        result = op(_widen(lhs).data, _widen(rhs).data)
-        return _to_bfloat16(result) if result.dtype == numpy.float32 else TensorHandle(result, tl.int1)
-
-    def cast_impl(self, src, dst_type):
-        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-            return _to_bfloat16(src.data)
-        return cast(self, src, dst_type)
-
-    builder.create_dot, builder.binary_op, builder.cast_impl = create_dot, repaired_binary_op, cast_impl
+@_replaces(InterpreterBuilder, "create_dot")
+def _dot(dot, builder, a, b, *others):
+    return dot(builder, _widen(a), _widen(b), *others)
 
 
-def add_descriptor_reductions():
-    """Give Triton's interpreter `descriptor.atomic_add`, which Triton 3.6 and 3.7 leave out."""
-
-    def create_descriptor_reduce(self, kind, desc, value, indices):
-        if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD:
-            raise NotImplementedError(f"the interpreter has no {kind.name} of a descriptor")
-        pointers, mask = desc.materialize_pointers(indices)
-        self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, ir.MEM_SEMANTIC.RELAXED, None)
-
-    InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
+@_replaces(InterpreterBuilder, "binary_op")
+def _binary_op(binary_op, builder, lhs, rhs, op):
+    if lhs.dtype.scalar != tl.bfloat16:
+        return binary_op(builder, lhs, rhs, op)
+    result = op(_widen(lhs).data, _widen(rhs).data)
+    return _to_bfloat16(result) if result.dtype == numpy.float32 else TensorHandle(result, tl.int1)
 
 
-def refuse_stores_before_a_tensor():
-    """Make a descriptor's store at a negative coordinate fail, as on a GPU. A load at such a coordinate gives zeros."""
-    store = InterpreterBuilder.create_descriptor_store
-
-    def checked(self, desc, value, indices):
-        where = [int(index.data.item()) for index in indices]
-        if min(where) < 0:
-            raise ValueError(f"a store at {where}: TMA cannot store before a tensor")
-        store(self, desc, value, indices)
-
-    InterpreterBuilder.create_descriptor_store = checked
+@_replaces(InterpreterBuilder, "cast_impl")
+def _cast(cast, builder, src, dst_type):
+    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+        return _to_bfloat16(src.data)
+    return cast(builder, src, dst_type)
 
 
-def repair_loop_bounds():
-    """Let a scalar tensor be the end of a loop.
-
-    Triton 3.6 converts the tensor to an int in a way that fails from numpy 2.5 on.
-    """
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_repair(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_and_repair
+# --- descriptors
 
 
-def run_one_kernel_at_a_time():
+@_replaces(InterpreterBuilder, "create_descriptor_reduce")
+def _add_to_memory(_, builder, kind, desc, value, indices):
+    """Perform `descriptor.atomic_add`, which Triton 3.6 and 3.7 leave out."""
+    if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD:
+        raise NotImplementedError(f"the interpreter has no {kind.name} of a descriptor")
+    pointers, mask = desc.materialize_pointers(indices)
+    builder.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, ir.MEM_SEMANTIC.RELAXED, None)
+
+
+@_replaces(InterpreterBuilder, "create_descriptor_store")
+def _store_inside(store, builder, desc, value, indices):
+    """Fail at a negative coordinate, as a store does on a GPU. A load at such a coordinate gives zeros."""
+    where = [int(index.data.item()) for index in indices]
+    if min(where) < 0:
+        raise ValueError(f"a store at {where}: TMA cannot store before a tensor")
+    store(builder, desc, value, indices)
+
+
+# --- launches and arithmetic
+
+
+@_replaces(InterpretedFunction, "run")
+def _run_alone(run, function, *args, **kwargs):
     """Run one kernel at a time, because all kernels share a builder that holds the state of one program."""
-    run, lock = InterpretedFunction.run, threading.RLock()
-
-    def run_alone(self, *args, **kwargs):
-        with lock:
-            return run(self, *args, **kwargs)
-
-    InterpretedFunction.run = run_alone
+    with _one_at_a_time:
+        _patched.clear()
+        return run(function, *args, **kwargs)
 
 
-def patch_the_language_once():
-    """During a launch, patch Triton's language only once for each function.
+@_replaces(interpreter, "_patch_lang")
+def _patch_once(patch, function):
+    """Patch Triton's language only once for each function of a launch. At every call, this takes a fifth of a kernel's time."""
+    if function in _patched:
+        return interpreter._LangPatchScope()
+    _patched.add(function)
+    return patch(function)
 
-    Triton itself does so at every call of the function, which takes a fifth of a kernel's time.
+
+@_replaces(interpreter.interpreter_semantic, "binary_op_sanitize_overflow_impl")
+def _check_overflow(_, lhs, rhs, operation):
+    """Raise an error if an addition, subtraction or multiplication of integers of fewer than 64 bits overflows.
+
+    Triton's own check takes a third of a kernel's time, and raises an error only if Triton's debug option is on.
     """
-    patch, run, patched = interpreter._patch_lang, InterpretedFunction.run, set()
-
-    def run_and_patch(self, *args, **kwargs):
-        patched.clear()
-        return run(self, *args, **kwargs)
-
-    def patch_once(fn):
-        if fn in patched:
-            return interpreter._LangPatchScope()
-        patched.add(fn)
-        return patch(fn)
-
-    InterpretedFunction.run, interpreter._patch_lang = run_and_patch, patch_once
+    bits = lhs.type.scalar.int_bitwidth
+    if bits < 64:
+        of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}[operation.__name__]
+        exact = of_numbers(lhs.handle.data, rhs.handle.data, dtype=numpy.int64)
+        limits = numpy.iinfo(lhs.handle.data.dtype)
+        inside = (exact >= limits.min) & (exact <= limits.max)
+        assert inside.all(), f"{lhs.type.scalar} overflows: {operation.__name__} gives {exact[~inside].flat[0]}"
 
 
-def check_overflow_cheaply():
-    """Raise an error if an addition, subtraction or multiplication of integers overflows.
-
-    The check covers all integers of fewer than 64 bits. Triton's own check takes a third of a kernel's time, and raises an
-    error only if Triton's debug option is on.
-    """
-    of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
-
-    def check(lhs, rhs, operation):
-        bits = lhs.type.scalar.int_bitwidth
-        if bits < 64:
-            exact = of_numbers[operation.__name__](lhs.handle.data, rhs.handle.data, dtype=numpy.int64)
-            limits = numpy.iinfo(lhs.handle.data.dtype)
-            inside = (exact >= limits.min) & (exact <= limits.max)
-            assert inside.all(), f"{lhs.type.scalar} overflows: {operation.__name__} gives {exact[~inside].flat[0]}"
-
-    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
+_np_dtype = functools.cache(interpreter._get_np_dtype)
 
 
-def look_types_up_once():
-    """Cache the numpy dtype of each Triton dtype. Triton itself builds a table of all dtypes for every array."""
-    look_up = functools.cache(interpreter._get_np_dtype)
-
-    def numpy_type(dtype):
-        scalar = dtype.scalar
-        return look_up(tl.uint64 if isinstance(scalar, tl.pointer_type) else scalar)
-
-    interpreter._get_np_dtype = numpy_type
+@_replaces(interpreter, "_get_np_dtype")
+def _look_type_up_once(_, dtype):
+    """Return the numpy dtype of a Triton dtype. Triton itself builds a table of all dtypes for every array."""
+    scalar = dtype.scalar
+    return _np_dtype(tl.uint64 if isinstance(scalar, tl.pointer_type) else scalar)

@@ -14,7 +14,8 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from triton.runtime.interpreter import InterpreterError
@@ -32,11 +33,6 @@ def restart_seeds(first: int):
     """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets `VARIABLE`."""
     global _seeds
     _seeds = itertools.count(first)
-
-
-def next_seed() -> int:
-    """Return the seed of the next launch."""
-    return int(os.environ.get(VARIABLE) or next(_seeds))
 
 
 def _kernel_frames(frame):
@@ -71,11 +67,11 @@ class Stopped(BaseException):
     """The exception that ends a partition after another partition has failed."""
 
 
-class Waiting:
+class Waiting(NamedTuple):
     """A condition that a partition waits for."""
 
-    def __init__(self, over: Callable[[], bool], what: Callable[[], str]):
-        self.over, self.what = over, what  # `what` describes the wait in a deadlock report
+    over: Callable[[], bool]
+    what: Callable[[], str]  # describes the wait in a deadlock report
 
 
 class Program:
@@ -125,17 +121,13 @@ class Partition:
 class Schedule:
     """A launch. It runs a few programs at a time, until all programs have ended or one has failed."""
 
-    def __init__(self, seed: int, timing: Timing | None = None):
+    def __init__(self, seed: int, timing: Timing):
         self.seed, self.timing = seed, timing
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that an issued operation takes place
         self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps its turn
         self.fair = self.random.choice((True, False))  # if False, operations take place in the order of their random ranks
-        # Arrivals have their own random numbers, so that they do not change the order of other events.
-        self._arrivals = random.Random(f"arrivals {seed}")
-        self._arrival_eagerness = self._arrivals.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that a store arrives
-        self._sent = []  # stores that TMA has read and that have not arrived in global memory yet
-        self._issued = {}  # id -> (random rank, operation), for copies and matmuls that have not taken place yet
+        self._issued = {}  # operation that has not taken place yet (a copy, matmul, or arrival of a store) -> random rank
         self.error = None
         self.running = None
         self.programs = 0  # number of programs of the launch
@@ -143,12 +135,11 @@ class Schedule:
         self._finished = threading.Lock()
 
     @torch.inference_mode()
-    def run(self, programs: Iterable[tuple[Program, Callable]], warps: int):
+    def run(self, programs: list[tuple[Program, Callable]], warps: int):
         """Run all programs with `warps` warps each, in an order that the seed chooses.
 
         A timed launch runs one program after the other.
         """
-        programs = list(programs)
         self.programs = len(programs)
         if not self.timing and self.random.random() < 0.5:
             self.random.shuffle(programs)
@@ -193,26 +184,16 @@ class Schedule:
         if self.error:
             raise Stopped
 
-    def issue(self, operation):
-        """Issue an asynchronous operation. The seed chooses when the operation takes place."""
-        self._issued[id(operation)] = self.random.random(), operation
+    def issue(self, operation: Callable[[], None]):
+        """Issue an asynchronous operation, which takes place when it is called. The seed chooses when."""
+        self._issued[operation] = self.random.random()
         if self.timing:
             self.perform(operation)
 
-    def perform(self, operation):
+    def perform(self, operation: Callable[[], None]):
         """Let an operation take place now, unless it already did."""
-        if self._issued.pop(id(operation), None) is not None:
-            operation.take_place()
-
-    def send(self, store):
-        """Let a store arrive in global memory at a random moment."""
-        if self.timing:
-            store.arrive()
-        else:
-            self._sent.append(store)
-
-    def _let_one_arrive(self):
-        self._sent.pop(self._arrivals.randrange(len(self._sent))).arrive()
+        if self._issued.pop(operation, None) is not None:
+            operation()
 
     def fail(self, message: str):
         """Raise an error that names the running partition and its line in the kernel."""
@@ -285,17 +266,13 @@ class Schedule:
             try:
                 if self._issued and self.random.random() < self.eagerness:
                     self._perform_any()
-                if self._sent and self._arrivals.random() < self._arrival_eagerness:
-                    self._let_one_arrive()
                 ready = [one for one in self._partitions if one.waiting is None or one.waiting.over()]
                 if ready and self.timing:
                     return min(ready, key=lambda one: one.clock)
                 if ready:
                     stay = self.running in ready and self.random.random() < self.constancy
                     return self.running if stay else self.random.choice(ready)
-                if self._sent and (not self._issued or self._arrivals.random() < self._arrival_eagerness):
-                    self._let_one_arrive()
-                elif self._issued:
+                if self._issued:
                     self._perform_any()
                 elif not self._partitions:
                     return None
@@ -307,9 +284,7 @@ class Schedule:
         return self._partitions[0] if self._partitions else None
 
     def _perform_any(self):
-        issued = list(self._issued.values())
-        _, operation = self.random.choice(issued) if self.fair else min(issued, key=lambda ranked: ranked[0])
-        self.perform(operation)
+        self.perform(self.random.choice([*self._issued]) if self.fair else min(self._issued, key=self._issued.get))
 
 
 _running = _rates = None
@@ -318,14 +293,13 @@ _one_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
-def begin(seed: int):
+def begin():
     """Enter a context for one launch. A launch by another thread waits until the context ends."""
     global _running
     with _one_at_a_time:
-        timing = None
-        if _rates:
-            _timings.append(timing := Timing(_rates))
-        _running = Schedule(seed, timing)
+        if timing := Timing(_rates):
+            _timings.append(timing)
+        _running = Schedule(int(os.environ.get(VARIABLE) or next(_seeds)), timing)
         try:
             yield _running
         finally:

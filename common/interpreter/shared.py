@@ -9,9 +9,7 @@ arriving partitions knew to be over. TMA and matmuls see ordinary stores only af
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -21,67 +19,25 @@ from .schedule import Place, Program, Waiting, now
 from .values import Register, in_torch, in_triton
 
 
-class _Part(NamedTuple):
-    """The elements of a `Memory` that a view covers."""
-
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, view):
-        """Return the part that a view covers."""
-        return cls(view.storage_offset(), tuple(view.shape), view.stride())
-
-    @property
-    def span(self):
-        """The range of the part in the memory: (first element, last element + 1)."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return self.offset, self.offset + last + 1
-
-    @property
-    def is_dense(self):
-        """Whether the part has all elements between its first and its last element."""
-        first, end = self.span
-        return end - first == math.prod(self.shape)
-
-    def elements(self):
-        """Return the offsets of the elements in the memory."""
-        offsets = numpy.array([self.offset])
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            offsets = (offsets[:, None] + numpy.arange(size) * stride).ravel()
-        return offsets
+@functools.lru_cache(2**12)
+def _elements(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the elements of a memory that a view covers, as an integer with a bit for each element."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    covered = torch.zeros(offset + last + 1, dtype=torch.bool)
+    covered.as_strided(shape, strides, offset).fill_(True)
+    return int.from_bytes(numpy.packbits(covered.numpy(), bitorder="little").tobytes(), "little")
 
 
 @dataclass(eq=False)
 class _Use:
     """One use of a part of a buffer, by an ordinary access or an asynchronous operation."""
 
-    part: _Part
+    elements: int  # see `_elements`
     who: str
     where: Place
     writes: bool
     event: int
     fences: int | None = None  # of an ordinary store: events of fences that made the store visible to TMA and matmuls
-
-
-# The next two functions cache their answers, because `Memory.use` often calls them with the same few parts.
-
-
-@functools.lru_cache(2**16)
-def _overlap(a: _Part, b: _Part) -> bool:
-    """Return whether two parts of one memory share an element."""
-    (first_a, end_a), (first_b, end_b) = a.span, b.span
-    if first_a >= end_b or first_b >= end_a:
-        return False
-    return a.is_dense and b.is_dense or numpy.intersect1d(a.elements(), b.elements()).size > 0
-
-
-@functools.lru_cache(2**16)
-def _inside(part: _Part, whole: _Part) -> bool:
-    """Return whether `whole` has no gaps and contains all elements of `part`."""
-    (first, end), (first_whole, end_whole) = part.span, whole.span
-    return whole.is_dense and first_whole <= first and end <= end_whole
 
 
 class Memory:
@@ -90,18 +46,18 @@ class Memory:
     def __init__(self, program: Program, dtype: tl.dtype, shape: list[int]):
         self.program = program
         self.data = torch.empty([int(size) for size in shape], dtype=in_torch(dtype))
-        self._filled = torch.zeros(self.data.numel(), dtype=torch.bool)
-        self._all_filled = False
+        self._filled = 0  # the elements that were written, as in `_elements`
         self.uses = []  # earlier uses with which a later use may conflict
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
         """Begin a use and return its event. Fail if the use conflicts with an earlier use that may not be over."""
-        schedule, part = now(), _Part.of(buffer.view)
+        schedule, view = now(), buffer.view
+        elements = _elements(view.storage_offset(), tuple(view.shape), view.stride())
         known = schedule.running.known
         does = "writes" if writes else "reads"
         for use in self.uses:
-            if not (writes or use.writes) or not _overlap(use.part, part):
+            if not (writes or use.writes) or not use.elements & elements:
                 continue
             if not use.event & known:
                 may = "write" if use.writes else "read"
@@ -109,27 +65,19 @@ class Memory:
             if asynchronous and use.fences is not None and not use.fences & known:
                 schedule.fail(f"{who} {does} {buffer} after {use.who}, with no fence_async_shared in between: {use.where}")
         if writes:
-            self.uses = [use for use in self.uses if not _inside(use.part, part)]
-            self._flags(buffer.view).fill_(True)
-        else:
-            self._check_filled(buffer, who)
-            # Forget earlier reads of these elements that the running partition knows to be over. This is safe: a partition that
-            # learns of the new read's end also learns of theirs.
-            self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
-        use = _Use(part, who, schedule.here(), writes, self.program.event())
+            self._filled |= elements
+        elif self._filled & elements != elements:
+            schedule.fail(f"{who} reads {buffer}, which was not fully written")
+        # The new use replaces uses of its elements: a write replaces all, and a read those reads that are known to be over. A
+        # partition that learns of the new read's end also learns of theirs.
+        inside = [use for use in self.uses if use.elements | elements == elements]
+        replaced = [use for use in inside if writes or not use.writes and use.event & known]
+        self.uses = [use for use in self.uses if use not in replaced]
+        use = _Use(elements, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
             use.fences = 0
         self.uses.append(use)
         return use.event
-
-    def _flags(self, view):
-        """Return for each element of a view whether it was ever written."""
-        return self._filled.as_strided(view.shape, view.stride(), view.storage_offset())
-
-    def _check_filled(self, buffer, who):
-        self._all_filled = self._all_filled or bool(self._filled.all())
-        if not self._all_filled and not self._flags(buffer.view).all():
-            now().fail(f"{who} reads {buffer}, which was not fully written")
 
 
 def fence():
@@ -140,8 +88,7 @@ def fence():
         if use.fences is not None and use.event & partition.known:
             use.fences |= event
     partition.known |= event
-    if timing := now().timing:
-        timing.spend(partition, timing.rates.fence)
+    now().timing.synchronize(partition, "fence")
     now().switch()
 
 
@@ -154,7 +101,6 @@ class Buffer:
 
     dtype = property(lambda self: in_triton(self.view.dtype))
     shape = property(lambda self: list(self.view.shape))
-    rank = property(lambda self: self.view.dim())
     numel = property(lambda self: self.view.numel())
     nbytes = property(lambda self: self.view.numel() * self.view.itemsize)
 
@@ -191,8 +137,7 @@ class Buffer:
         schedule = now()
         schedule.running.known |= self.memory.use(self, "a load", writes=False, asynchronous=False)
         schedule.switch()
-        if schedule.timing:
-            schedule.timing.shared(schedule.running, "load", self.nbytes)
+        schedule.timing.shared(schedule.running, "load", self.nbytes)
         return Register(self.view.clone(), layout)
 
     def store(self, values):
@@ -201,8 +146,7 @@ class Buffer:
             now().fail(f"{values.dtype} {values.shape} is stored to {self}, which is {self.dtype} {self.shape}")
         now().running.known |= self.memory.use(self, "a store", writes=True, asynchronous=False)
         self.view.copy_(values.data)
-        if timing := now().timing:
-            timing.shared(now().running, "store", self.nbytes)
+        now().timing.shared(now().running, "store", self.nbytes)
         now().switch()
 
 
@@ -247,18 +191,15 @@ class Barrier:
         """Initialize the barrier, as `mbarrier.init` does."""
         self._count = self._missing = count
 
-    def arrive(self, count=1, nbytes=0):
-        """Arrive at the barrier, as `mbarrier.arrive` does. With `nbytes`, also announce bytes, as `mbarrier.expect` does.
-
-        Args:
-            nbytes: the number of bytes that copies will bring.
-        """
+    def arrive(self, *, count=1, pred=True, nbytes=0):
+        """Arrive at the barrier, as `mbarrier.arrive` does. Also announce `nbytes` bytes that copies will bring."""
+        if not pred:
+            return
         self._check_init()
         if self._missing < count:
             now().fail(f"{self} gets {count} more arrivals, but its phase had all {self._count} already")
-        if timing := now().timing:
-            timing.spend(now().running, timing.rates.arrive)
-            self._cycle = max(self._cycle, now().running.clock)
+        now().timing.synchronize(now().running, "arrive")
+        self._cycle = max(self._cycle, now().running.clock)
         self._gathered |= now().running.known
         if nbytes:
             self._where = now().here()
@@ -267,6 +208,10 @@ class Barrier:
         self._missing -= count
         self._complete()
         now().switch()
+
+    def expect(self, nbytes):
+        """Arrive and announce bytes, as `mbarrier.expect` does."""
+        self.arrive(nbytes=nbytes)
 
     def claim(self, nbytes: int):
         """Register a copy of `nbytes` that will signal this barrier."""
@@ -288,7 +233,7 @@ class Barrier:
         now().switch(Waiting(lambda: self._phases & 1 != phase, lambda: self._described(phase)))
         now().running.known |= self._passed_on
         if timing := now().timing:
-            timing.spend(now().running, timing.rates.wait)
+            timing.synchronize(now().running, "wait")
             timing.reach(now().running, self._over_at + timing.rates.hand_over)
 
     def check_at_end(self):

@@ -4,6 +4,7 @@ PyTorch computes the values, with Triton's dtypes. A layout assigns elements to 
 stores a layout, but does not use it.
 """
 
+import functools
 import operator
 from types import SimpleNamespace
 
@@ -12,11 +13,8 @@ import triton.language as tl
 
 from .schedule import now
 
-_TORCH = {
-    tl.int1: torch.bool, tl.int8: torch.int8, tl.uint8: torch.uint8, tl.int16: torch.int16, tl.int32: torch.int32,
-    tl.int64: torch.int64, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32,
-    tl.float64: torch.float64,
-}  # fmt: skip
+_NAMES = "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"
+_TORCH = {tl.int1: torch.bool} | {getattr(tl, name): getattr(torch, name) for name in _NAMES}
 _TRITON = {in_torch: in_triton for in_triton, in_torch in _TORCH.items()}
 
 
@@ -59,13 +57,10 @@ def _truncated(a, b):
     return a // b if (a < 0) == (b < 0) else -(-a // b)
 
 
-def _remainder(a, b):
-    return a - _truncated(a, b) * b
-
-
 _INTEGER = {  # division rounds toward zero, as in C; Python's division rounds down
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated, "mod": _remainder,
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated,
+    "mod": lambda a, b: a - _truncated(a, b) * b, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "lshift": operator.lshift,
 }  # fmt: skip
 
 
@@ -97,7 +92,10 @@ def value(data: torch.Tensor, layout=None):
 
 
 def computed(name: str, data: torch.Tensor, *operands, layout=None):
-    """Return `value(data)` for the result of an elementwise instruction. A timed launch records the instruction."""
+    """Return `value(data)` for the result of an elementwise instruction. A timed launch records the instruction.
+
+    The name "move" is for the same values in a new arrangement, which takes no instruction on a GPU.
+    """
     result, schedule = value(data, layout), now()
     if schedule and schedule.timing and isinstance(result, Register):
         given = [one for one in operands if isinstance(one, Values)]
@@ -110,16 +108,14 @@ def operand(thing):
     return thing.data if isinstance(thing, Values) else thing
 
 
-_IN_THE_TEXT = {bool: torch.bool, int: torch.int32, float: torch.float32}
+_LITERALS = {bool: torch.bool, int: torch.int32, float: torch.float32}
 
 
 def _type(thing):
     """Return the dtype of a kernel's value. A Python number gets the dtype that Triton gives to a literal."""
-    if isinstance(thing, Values):
-        return thing.data.dtype
-    if isinstance(thing, Scalar):
+    if isinstance(thing, Values | Scalar):
         return in_torch(thing.dtype)
-    return torch.int64 if isinstance(thing, int) and not -(2**31) <= thing < 2**31 else _IN_THE_TEXT[type(thing)]
+    return torch.int64 if isinstance(thing, int) and not -(2**31) <= thing < 2**31 else _LITERALS[type(thing)]
 
 
 def tensor(thing, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -137,10 +133,9 @@ def _common_type(x, y):
     of_x, of_y = _type(x), _type(y)
     if of_x == of_y:
         return of_x
-    in_the_text = type(x) in _IN_THE_TEXT, type(y) in _IN_THE_TEXT
-    if in_the_text[0] and _kind(of_x) <= _kind(of_y):
+    if type(x) in _LITERALS and _kind(of_x) <= _kind(of_y):
         return of_y
-    if in_the_text[1] and _kind(of_y) <= _kind(of_x):
+    if type(y) in _LITERALS and _kind(of_y) <= _kind(of_x):
         return of_x
     if torch.bfloat16 in (of_x, of_y):
         other = of_x if of_y == torch.bfloat16 else of_y
@@ -174,10 +169,7 @@ class Values:
         return bool(self.data)
 
 
-def _divided(a, b):
-    return torch.div(a, b, rounding_mode="trunc")
-
-
+_divided = functools.partial(torch.div, rounding_mode="trunc")
 _OPERATORS = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": _divided,
     "mod": torch.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift,
@@ -203,32 +195,24 @@ class Register(Values):
 
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: in_triton(self.data.dtype))
-    type = property(
-        lambda self: SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype, scalar=self.dtype)
-    )
+    type = property(lambda self: SimpleNamespace(layout=self.layout))
 
     def to(self, dtype, bitcast=False):
         """Convert to another dtype, and round to nearest even. With `bitcast`, reinterpret the bits instead."""
         if bitcast:
             if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # Gluon's compiler raises an error too
                 raise ValueError(f"{self.dtype} and {dtype} differ in size, so a bitcast is impossible")
-            return self._moved(self.data.view(in_torch(dtype)), self.layout)
-        widens = dtype.primitive_bitwidth > self.dtype.primitive_bitwidth
-        return computed(
-            f"from {self.dtype}" if widens else f"to {dtype}", self.data.to(in_torch(dtype)), self, layout=self.layout
-        )
+            return computed("move", self.data.view(in_torch(dtype)), self, layout=self.layout)
+        name = f"from {self.dtype}" if dtype.primitive_bitwidth > self.dtype.primitive_bitwidth else f"to {dtype}"
+        return computed(name, self.data.to(in_torch(dtype)), self, layout=self.layout)
 
     def reshape(self, *shape):
         """Return the same values in another shape."""
-        return self._moved(self.data.reshape(shape[0] if isinstance(shape[0], list | tuple) else shape))
+        return computed("move", self.data.reshape(*shape), self)
 
     def permute(self, *order):
         """Return the same values with the dimensions in another order."""
-        return self._moved(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
-
-    def _moved(self, data, layout=None):
-        """Wrap the same values in a new arrangement. This takes no instruction on a GPU."""
-        return computed("move", data, self, layout=layout)
+        return computed("move", self.data.permute(*order), self)
 
     def __getattr__(self, name):
         if name.startswith("__"):

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.pointers import head_ptr, strides, tile_ptrs
+
 ELEMENTS = 4096  # elements in a program's tile: 32 for each thread
 
 
@@ -11,37 +13,39 @@ ELEMENTS = 4096  # elements in a program's tile: 32 for each thread
 def _place(heads, tiles, BLOCK_M: tl.constexpr):
     """Return this program's batch, head and rows."""
     batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    return (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64), rows
+    return batch_head // heads, batch_head % heads, tile * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit
-def _elements(ptr, b, h, rows, stride_b, stride_h, stride_s, COLUMNS: tl.constexpr):
-    """Return pointers to the elements of some rows."""
-    return ptr + b * stride_b + h * stride_h + rows[:, None] * stride_s + tl.arange(0, COLUMNS)[None, :]
+def _tile_ptrs(ptr, strides, batch, head, rows, COLUMNS: tl.constexpr):
+    return tile_ptrs(head_ptr(ptr, strides, batch, head), strides, rows, tl.arange(0, COLUMNS))
+
+
+def _launch(kernel, batch, heads, seq, columns, *args):
+    """Launch programs for the tiles of a [B, H, S, `columns`] tensor."""
+    block_m = max(1, ELEMENTS // columns)
+    tiles = triton.cdiv(seq, block_m)
+    kernel[batch * heads * tiles,](*args, heads, seq, tiles, COLUMNS=columns, BLOCK_M=block_m)
 
 
 @triton.jit
 def _merge_kernel(
-    out_ptr, lse_ptr, more_ptr, more_lse_ptr, into_ptr,
-    stride_ob, stride_oh, stride_os, stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh,
-    stride_ib, stride_ih, stride_is, heads, seq, tiles,
-    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    out_ptr, lse_ptr, more_ptr, more_lse_ptr, into_ptr, strides, heads, seq, tiles, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr
+):
     b, h, offs_m = _place(heads, tiles, BLOCK_M)
     inside = offs_m < seq
-    lse_ptrs = lse_ptr + b * stride_lb + h * stride_lh + offs_m
+    lse_ptrs = head_ptr(lse_ptr, strides.lse, b, h) + offs_m
     lse = tl.load(lse_ptrs, mask=inside, other=0.0)  # [BLOCK_M]
-    more_lse = tl.load(more_lse_ptr + b * stride_nb + h * stride_nh + offs_m, mask=inside, other=0.0)
+    more_lse = tl.load(head_ptr(more_lse_ptr, strides.more_lse, b, h) + offs_m, mask=inside, other=0.0)
     m = tl.maximum(lse, more_lse)
     weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
     l = weight + more_weight  # the larger weight is 1, so l is from 1 to 2
     tl.debug_barrier()  # all warps must load the old lse before any warp stores the new lse
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
-    out_ptrs = _elements(out_ptr, b, h, offs_m, stride_ob, stride_oh, stride_os, VALUE_DIM)
-    more_ptrs = _elements(more_ptr, b, h, offs_m, stride_mb, stride_mh, stride_ms, VALUE_DIM)
-    into_ptrs = _elements(into_ptr, b, h, offs_m, stride_ib, stride_ih, stride_is, VALUE_DIM)
-    out = tl.load(out_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, VALUE_DIM]
+    out_ptrs = _tile_ptrs(out_ptr, strides.out, b, h, offs_m, COLUMNS)
+    more_ptrs = _tile_ptrs(more_ptr, strides.more, b, h, offs_m, COLUMNS)
+    into_ptrs = _tile_ptrs(into_ptr, strides.into, b, h, offs_m, COLUMNS)
+    out = tl.load(out_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, COLUMNS]
     more = tl.load(more_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)
     merged = out * (weight / l)[:, None] + more * (more_weight / l)[:, None]
     tl.store(into_ptrs, merged.to(into_ptr.dtype.element_ty), mask=inside[:, None])
@@ -62,30 +66,21 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, into: Tensor
         into: [B, H, S, Dv], where the function writes the result, rounded once. None means `out`.
     """
     into = out if into is None else into
-    batch, heads, seq, value_dim = out.shape
-    block_m = max(1, ELEMENTS // value_dim)
-    tiles = triton.cdiv(seq, block_m)
-    _merge_kernel[batch * heads * tiles,](
-        out, lse, more, more_lse, into, *out.stride()[:3], *lse.stride()[:2], *more.stride()[:3], *more_lse.stride()[:2],
-        *into.stride()[:3], heads, seq, tiles,
-        VALUE_DIM=value_dim, BLOCK_M=block_m,
-    )  # fmt: skip
+    steps = strides(out=out, more=more, into=into, lse=lse[..., None], more_lse=more_lse[..., None])
+    _launch(_merge_kernel, *out.shape, out, lse, more, more_lse, into, steps)
 
 
 @triton.jit
 def _add_kernel(
-    whole_ptr, part_ptr, into_ptr,
-    stride_wb, stride_wh, stride_ws, stride_pb, stride_ph, stride_ps, stride_ib, stride_ih, stride_is,
-    heads, seq, first, part_seq, tiles,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    whole_ptr, part_ptr, into_ptr, strides, first, part_seq, heads, seq, tiles, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr
+):
     b, h, offs_m = _place(heads, tiles, BLOCK_M)
     inside = (offs_m < seq)[:, None]
     in_part = ((offs_m >= first) & (offs_m < first + part_seq))[:, None]
-    whole_ptrs = _elements(whole_ptr, b, h, offs_m, stride_wb, stride_wh, stride_ws, HEAD_DIM)
-    part_ptrs = _elements(part_ptr, b, h, offs_m - first, stride_pb, stride_ph, stride_ps, HEAD_DIM)
-    into_ptrs = _elements(into_ptr, b, h, offs_m, stride_ib, stride_ih, stride_is, HEAD_DIM)
-    whole = tl.load(whole_ptrs, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, HEAD_DIM]
+    whole_ptrs = _tile_ptrs(whole_ptr, strides.whole, b, h, offs_m, COLUMNS)
+    part_ptrs = _tile_ptrs(part_ptr, strides.part, b, h, offs_m - first, COLUMNS)
+    into_ptrs = _tile_ptrs(into_ptr, strides.into, b, h, offs_m, COLUMNS)
+    whole = tl.load(whole_ptrs, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, COLUMNS]
     part = tl.load(part_ptrs, mask=in_part, other=0.0).to(tl.float32)
     tl.store(into_ptrs, (whole + part).to(into_ptr.dtype.element_ty), mask=inside)
 
@@ -102,11 +97,5 @@ def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
         first: the row of `whole` to which row 0 of `part` is added.
         into: [B, H, S, D], where the function writes the result. `into` may be `whole`.
     """
-    batch, heads, seq, head_dim = whole.shape
-    block_m = max(1, ELEMENTS // head_dim)
-    tiles = triton.cdiv(seq, block_m)
-    _add_kernel[batch * heads * tiles,](
-        whole, part, into, *whole.stride()[:3], *part.stride()[:3], *into.stride()[:3],
-        heads, seq, first, part.shape[2], tiles,
-        HEAD_DIM=head_dim, BLOCK_M=block_m,
-    )  # fmt: skip
+    steps = strides(whole=whole, part=part, into=into)
+    _launch(_add_kernel, *whole.shape, whole, part, into, steps, first, part.shape[2])

@@ -5,7 +5,6 @@ stderr for each tuning. Similar sequence lengths use the same configuration.
 """
 
 import collections
-import contextlib
 import copy
 import statistics
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.autotuner import Autotuner
-from triton.runtime.jit import JITCallable
 
 from common.recording import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
@@ -154,22 +152,6 @@ def autotune(configs: list[triton.Config]) -> Callable:
     return decorate
 
 
-@contextlib.contextmanager
-def _parsing_alone():
-    """Let one thread at a time parse a kernel's source: `ast.parse` of CPython 3.11 and 3.12 is not thread-safe."""
-    parse, lock = JITCallable.parse, threading.Lock()
-
-    def parse_alone(self):
-        with lock:
-            return parse(self)
-
-    JITCallable.parse = parse_alone
-    try:
-        yield
-    finally:
-        JITCallable.parse = parse
-
-
 def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
     """Compile the kernel for each configuration in parallel, without a launch.
 
@@ -190,11 +172,13 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
     # errors.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
-    with _parsing_alone(), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for config in configs:
             compiled(apart, config)
     done = {
         key: binary for key, binary in apart.device_caches[current_device()][0].items() if isinstance(binary, CompiledKernel)
     }
     kernel.device_caches[current_device()][0].update(done)
-    return [compiled(kernel, config) for config in configs]  # compiles failed configurations again, which raises their errors
+    # Compile failed configurations again, which raises their errors. Some fail only in parallel, because threads that call
+    # `ast.parse` disturb each other in CPython 3.11 and 3.12.
+    return [compiled(kernel, config) for config in configs]

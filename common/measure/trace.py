@@ -20,6 +20,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import interpreter_builder
 
 from common.interpreter import schedule
+from common.interpreter.timing import COPIES, STORES
 from common.measure.counter import Counter, Launch
 from common.measure.timeline import measured_rates
 from common.measure.traffic import GPUS, Gpu, stage_call, tiles_of
@@ -157,7 +158,7 @@ class _Tracer(Counter):
         else:
             running, timing = schedule.now().running, schedule.now().timing
             program, partition, span = running.program.number, running.name, (running.clock, running.clock)
-            if timing and timing.spans and timing.spans[-1].what in ("load", "store", "add"):
+            if timing and timing.spans and timing.spans[-1].unit in (COPIES, STORES):
                 span = timing.spans[-1].start, timing.spans[-1].end
         (head, row), (last_head, last_row) = known.place(first), known.place(last)
         place = (head, last_head), (row, last_row) if last_head == head else (0, known.shape[1] - 1)

@@ -4,8 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import stages
-from common.interpreter.timing import UNITS
-from common.measure.timeline import busy
+from common.interpreter.timing import UNITS, busy
 from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
 from common.show.results import CODE, bytes_in_words, same_code

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
 # Statements that synchronize, including waits for matmuls. v22a's waits on `turns` are left out: they affect only speed.
-STATEMENT = re.compile(
+SYNCHRONIZES = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
@@ -42,16 +42,16 @@ PROBLEMS = [
     (200, 260, 256, 256, True, 1, 1, 1),
     (600, 1100, 64, 64, False, 2, 2, 10),
 ]
+TICKETS = (60, 300, 16, 16, False, 1, 1, 1)
 SEEDS = range(12)
 # The default run deletes some statements of the functions that a stage adds or changes: every sixth of a stage that has changed
 # since the last commit, and every 60th of all stages together.
 EVERY, SPREAD = 6, 60
-MOST_CHANGED = 3  # if more stages have changed, only so many count
 
 
 @functools.cache
 def changed_stages():
-    """Return the stages with changes since the branch left main, or since the commit before if this is main.
+    """Return up to three stages with changes since the branch left main, or since the commit before if this is main.
 
     Without such a stage, or without git, return the newest stage.
     """
@@ -60,10 +60,10 @@ def changed_stages():
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.split() if done.returncode == 0 else []
 
-    head, base = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "main")
-    files = git("diff", "--name-only", *(["HEAD~1"] if base == head else base), "--", "stages") if base else []
+    base = git("merge-base", "HEAD~1", "main")
+    files = git("diff", "--name-only", *base, "--", "stages") if base else []
     found = {file.split("/")[1] for file in files} & set(stages.names())
-    return sorted(found, key=stages.position)[:MOST_CHANGED] or stages.names()[-1:]
+    return sorted(found, key=stages.position)[:3] or stages.names()[-1:]
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def lines_of_changed_functions(name, file):
     return found
 
 
-def statements(pattern=STATEMENT):
+def statements(pattern):
     """Yield each statement that a test deletes, as (stage, pass, file, index of its line).
 
     The default run has some of the changed stages' statements, and very few of the other stages'.
@@ -105,67 +105,51 @@ def inputs(problem):
     return *tensors, {"causal": causal, "scale": wider * head_dim**-0.5}
 
 
-def run(function, pass_, stage, problem):
+def run(function, pass_, stage, problem, seed):
     """Run `function` as the stage's forward or backward on a problem."""
+    schedule.restart_seeds(seed)
+    torch.manual_seed(0)
     q, k, v, grad_out, options = inputs(problem)
     if pass_ == "forward":
         return function(q, k, v, **options)
     return function(grad_out, q, k, v, *stage.forward(q, k, v, **options), **options)
 
 
-@pytest.mark.parametrize("name, pass_, file, index", list(statements()))
-def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
+@pytest.mark.parametrize("name, pass_, file, index", [*statements(SYNCHRONIZES), *statements(IN_MEMORY)])
+def test_a_deleted_statement_is_missed(name, pass_, file, index, tmp_path):
+    """The interpreter finds an error, or, without a wait for another program, a result changes."""
     lines = stages.source(name, file).splitlines()
-    lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
-    with stages.changed(name, {file: "\n".join(lines)}, tmp_path) as package:
-        function, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
-        for seed, problem in itertools.product(SEEDS, PROBLEMS):
-            schedule.restart_seeds(seed)
-            torch.manual_seed(0)
-            try:
-                run(function, pass_, stage, problem)
-            except InterpreterError as error:
-                assert f"{tmp_path.name}/{pass_}" in str(error) and "GLUON_SEED" in str(error), error
-                return
-    pytest.fail("nothing is missed")
-
-
-@pytest.mark.parametrize("name, pass_, file, index", list(statements(IN_MEMORY)))
-def test_deleting_a_wait_for_another_program_changes_a_result(name, pass_, file, index, tmp_path):
-    lines = stages.source(name, file).splitlines()
+    changes_results = IN_MEMORY.match(lines[index])
     lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
     with stages.changed(name, {file: "\n".join(lines)}, tmp_path) as package:
         changed, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
         for seed, problem in itertools.product(SEEDS, PROBLEMS):
-            results = []
-            for function in (getattr(stage, pass_), changed):
-                schedule.restart_seeds(seed)
-                torch.manual_seed(0)
-                results.append(run(function, pass_, stage, problem))
-            if not all(torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(*results, strict=True)):
+            try:
+                results = run(changed, pass_, stage, problem, seed)
+            except InterpreterError as error:
+                assert f"{tmp_path.name}/{pass_}" in str(error) and "GLUON_SEED" in str(error), error
                 return
+            if changes_results:
+                right = run(getattr(stage, pass_), pass_, stage, problem, seed)
+                if not all(torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(results, right, strict=True)):
+                    return
     pytest.fail("nothing is missed")
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("name", [name for name in stages.names() if needs_hopper(name)] if LONG else changed_stages())
-def test_complete_kernel_is_right(name, problem):
-    """Without a deletion, no kernel raises an error, and the results are right."""
-    *tensors, options = inputs(problem)
-    schedule.restart_seeds(0)
-    check(available(name), *tensors, **options, run=by_functions)
+def complete():
+    """Yield (stage, problem, seed) for kernels without a deletion.
 
-
-TAKING_TICKETS = once([name for name in stages.names() if "_take_ticket" in names_in(name, "backward")], "backward")
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", TAKING_TICKETS if LONG else TAKING_TICKETS[-1:])
-def test_ctas_that_share_a_query_tile_lose_no_contribution(name, seed):
-    """dQ is right in any order of events. Three CTAs contribute to each query tile: the first stores, and the others add.
-
-    An addition that arrives before the first store is lost. The deletions above do not show that the complete kernel is right.
+    Where CTAs take tickets for a query tile, the first stores dQ, and the others add. An addition that arrives before the store
+    is lost, which only some orders show. In TICKETS, three CTAs share each query tile.
     """
-    inputs = make_inputs(60, 300, 16, batch=1, heads=1)
+    for name in filter(needs_hopper, stages.names()) if LONG else changed_stages():
+        yield from ((name, problem, 0) for problem in PROBLEMS)
+    taking = once([name for name in stages.names() if "_take_ticket" in names_in(name, "backward")], "backward")
+    yield from itertools.product(taking if LONG else taking[-1:], [TICKETS], SEEDS)
+
+
+@pytest.mark.parametrize("name, problem, seed", list(complete()), ids=str)
+def test_complete_kernel_is_right(name, problem, seed):
+    *tensors, options = inputs(problem)
     schedule.restart_seeds(seed)
-    check(stages.load(name), *inputs, causal=False, run=by_functions)
+    check(available(name), *tensors, **options, run=by_functions)

@@ -1,34 +1,33 @@
 """In the timing model of an SM, partitions wait for each other and share the SM's units.
 
-The tests use invented rates, so that cycles are easy to count.
+Most tests use invented rates, so that cycles are easy to count.
 """
 
 import pytest
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+import stages
 from common.interpreter import schedule
-from common.interpreter.timing import EXPONENTIALS, OTHERS, STORES, TENSOR_CORES, Rates
-from common.kernels.hopper import describe_tile, new_barriers, reduce_add
+from common.interpreter.timing import COPIES, EXPONENTIALS, OTHERS, TENSOR_CORES, UNITS, Rates, busy
+from common.kernels.hopper import describe_tile, new_barriers
+from common.measure.timeline import measured_rates
+from common.measure.trace import trace
+from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU has its own time")
 
 TILE = 64 * 64
-PRODUCT = 2 * 64**3
 RATES = Rates(
     results={"add": TILE / 100, "mul": TILE / 100, "sub": TILE / 100, "exp2": TILE / 400, "row maximum": TILE / 50},
-    flops=PRODUCT / 1000, copied=TILE * 2 / 500, stored=TILE * 2 / 700, added=TILE * 2 / 900, shared=TILE * 2 / 30,
-    matmul=60, copy=300, store=80, arrive={1: 1, 4: 4}, wait={1: 2, 4: 8}, fence={1: 3, 4: 12}, hand_over=20,
-)  # fmt: skip
+    moved={"matmul": 2 * 64**3 / 1000, "load": TILE * 2 / 500},
+    latency={"matmul": 60, "load": 300},
+    synchronization={("arrive", 4): 4, ("wait", 4): 8},
+    hand_over=20,
+)
 
 
 def spans(timing, unit):
@@ -51,18 +50,11 @@ def _instructions(x_ptr):
 
 
 def test_instructions_run_in_order_and_a_multiplication_joins_a_subtraction():
-    x = torch.zeros(1)
-    timing = time_of(_instructions, x)
-    assert x.item() == pytest.approx(2**1.5 + 1.5)
-    assert spans(timing, EXPONENTIALS) == [("exp2", 150, 550)]
-    assert spans(timing, OTHERS) == [
-        ("row maximum", 0, 50), ("mul", 50, 150), ("add", 550, 650), ("row maximum", 650, 700)
-    ]  # fmt: skip
+    timing = time_of(_instructions, torch.zeros(1))
+    others = [("row maximum", 0, 50), ("mul", 50, 150), ("add", 550, 650), ("row maximum", 650, 700)]
+    assert spans(timing, OTHERS) == others and spans(timing, EXPONENTIALS) == [("exp2", 150, 550)]
     assert timing.end == 700
-
-
-def test_programs_follow_each_other():
-    assert time_of(_instructions, torch.zeros(1), programs=3).end == 3 * 700
+    assert time_of(_instructions, torch.zeros(1), programs=3).end == 3 * 700  # one program after the other
 
 
 @gluon.jit
@@ -84,79 +76,35 @@ def _matmuls(desc, PARTITIONS: gl.constexpr, PENDING: gl.constexpr):
     tma.async_copy_global_to_shared(desc, [0, 0, 0, 0], full.index(0), tile_s.index(0))
     mbarrier.wait(full.index(0), 0)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    if PARTITIONS == 1:
-        _multiply(tile_s, layout, PENDING)
-    else:
-        gl.warp_specialize(
-            [(_multiply, (tile_s, layout, PENDING)), (_multiply, (tile_s, layout, PENDING))], [4], [128],
-        )  # fmt: skip
-
-
-@gluon.jit
-def _additions(sums_ptr):
-    x = gl.full([64 * 64 // 2], 1.5, gl.float32, gl.BlockedLayout([4], [32], [4], [0]))
-    for _ in range(2):
-        reduce_add(sums_ptr + gl.arange(0, 64 * 64 // 2, x.type.layout), x)
-
-
-def test_additions_from_registers_take_their_bytes_and_no_wait():
-    sums = torch.zeros(TILE // 2)
-    assert spans(time_of(_additions, sums), STORES) == [("add", 0, 900), ("add", 900, 1800)]
-    assert (sums == 3).all()
+    multiply = (_multiply, (tile_s, layout, PENDING))
+    gl.warp_specialize([multiply] * PARTITIONS, [4] * (PARTITIONS - 1), [128] * (PARTITIONS - 1))
 
 
 FILLED = 4 + 500 + 300 + 20  # cycles of expect, bytes, latency and hand-over
 
 
-def tile():
-    return describe_tile(torch.zeros(1, 1, 64, 64, dtype=torch.float16), 64)
+@pytest.mark.parametrize(("partitions", "pending", "begin"), [(1, 1, 1000), (1, 0, 2000), (2, 0, None)])
+def test_matmuls_take_turns_and_exponentials_run_under_the_matmul_that_is_not_waited_for(partitions, pending, begin):
+    tile = describe_tile(torch.zeros(1, 1, 64, 64, dtype=torch.float16), 64)
+    timing = time_of(_matmuls, tile, PARTITIONS=partitions, PENDING=pending)
+    begins = [FILLED + 1000 * number for number in range(2 * partitions)]
+    assert spans(timing, TENSOR_CORES) == [("matmul", first, first + 1000) for first in begins]
+    if partitions == 1:
+        begin += FILLED + 60
+        assert spans(timing, EXPONENTIALS) == [("exp2", begin, begin + 400)]
+    else:
+        assert len({span.who for span in timing.spans if span.unit == EXPONENTIALS}) == 2
 
 
-def test_a_copy_takes_its_bytes_and_its_latency():
-    timing = time_of(_matmuls, tile(), PARTITIONS=1, PENDING=0)
-    assert spans(timing, TENSOR_CORES)[0][1] == FILLED
-
-
-@pytest.mark.parametrize(("pending", "begin"), [(1, 1000), (0, 2000)])
-def test_exponentials_run_under_the_matmul_that_is_not_waited_for(pending, begin):
-    timing = time_of(_matmuls, tile(), PARTITIONS=1, PENDING=pending)
-    begin += FILLED
-    assert spans(timing, TENSOR_CORES) == [("matmul", FILLED, FILLED + 1000), ("matmul", FILLED + 1000, FILLED + 2000)]
-    assert spans(timing, EXPONENTIALS) == [("exp2", begin + 60, begin + 60 + 400)]
-
-
-def test_partitions_share_units():
-    timing = time_of(_matmuls, tile(), PARTITIONS=2, PENDING=0)
-    matmuls = spans(timing, TENSOR_CORES)
-    assert [end - start for _, start, end in matmuls] == 4 * [1000]
-    assert [start for _, start, _ in matmuls] == [FILLED + 1000 * number for number in range(4)]
-    assert len({span.who for span in timing.spans if span.unit == EXPONENTIALS}) == 2
-
-
-@gluon.jit
-def _arrive(full):
-    fence_async_shared()
-    mbarrier.arrive(full.index(0), count=1)
-
-
-@gluon.jit
-def _wait(full):
-    mbarrier.wait(full.index(0), 0)
-
-
-@gluon.jit
-def _hand_over():
-    full = new_barriers(1, 1)
-    gl.warp_specialize([(_wait, (full,)), (_arrive, (full,))], [1], [24])
-
-
-def test_a_wait_ends_some_cycles_after_the_arrival():
-    assert time_of(_hand_over).end == 3 + 1 + 20  # cycles of a warp's fence, the arrival, and the hand-over
-
-
-def test_launches_are_timed_inside_alone_and_in_order():
-    with schedule.timed(RATES) as timings:
-        _instructions[1,](torch.zeros(1), num_warps=4)
-        _hand_over[1,](num_warps=4)
-    _hand_over[1,](num_warps=4)
-    assert [timing.end for timing in timings] == [700, 24]
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_stage_keeps_the_units_busy_for_as_long_as_their_measured_rates_say(pass_):
+    """A forward has 4 S² D FLOPs, a backward has 10 S² D, and each computes S² exponentials."""
+    rates = measured_rates()
+    assert 0.98 * 4096 < rates.moved["matmul"] <= 4096 and 15 < rates.results["exp2"] <= 16  # an SM's limits per cycle
+    recorded = trace(stages.load("v28"), Workload(pass_, 1, 1, 512, 64, False, "float16"))
+    spans = max(recorded.spans.values(), key=len)  # of the pass's main kernel
+    end = max(span.end for span in spans)
+    cycles = {unit: share * end for unit, share in busy(spans, end).items()}
+    assert cycles[TENSOR_CORES] == pytest.approx({"fwd": 4, "bwd": 10}[pass_] * 512**2 * 64 / rates.moved["matmul"])
+    assert cycles[EXPONENTIALS] == pytest.approx(512**2 / rates.results["exp2"], rel=0.01)
+    assert all(0 <= cycles[unit] <= end for unit in UNITS) and cycles[COPIES] > 0

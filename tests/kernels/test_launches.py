@@ -3,11 +3,15 @@
 A stand-in replaces the driver. Each test starts a new process, because pytest's process may interpret kernels.
 """
 
+import re
+
 import programs
-import pytest
+
+import stages
 
 PREPARE = """
 import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import torch, triton
 import stages
 from triton.compiler import compiler
@@ -15,7 +19,7 @@ from common.entry import entry
 from common.measure.aot import StandInDriver
 
 limits, device = {0: 227 * 1024, 1: 99 * 1024}, threading.local()
-launched = []  # (device, shared memory)
+launched = []  # devices
 
 class Driver(StandInDriver):
     def __init__(self):
@@ -33,7 +37,7 @@ class Driver(StandInDriver):
             for name, descriptor in zip(order, given, strict=True):
                 assert str(list(descriptor.block_shape)) in blocks[name], (name, descriptor.block_shape, blocks[name])
             assert metadata.shared <= limits[self.get_current_device()], "tuned for another device"
-            launched.append((self.get_current_device(), metadata.shared))
+            launched.append(self.get_current_device())
 
         return launch
 
@@ -42,9 +46,9 @@ triton.runtime.driver.set_active(Driver())
 TUNER = stages.load("v4").forward.__globals__["_forward_kernel"]
 TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # with large tiles, with small tiles, for float32
 
-def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagonal=0):
+def forward(name, head_dim=64, dtype=torch.float16, seq=256):
     q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
-    entry(stages.load(name).forward)(q, k, v, causal=causal, scale=0.125, diagonal=diagonal)
+    entry(stages.load(name).forward)(q, k, v, causal=True, scale=0.125)
 """
 
 
@@ -73,49 +77,19 @@ assert failures and launched
 """)
 
 
-def test_each_device_is_tuned_for():
-    """Each device has its own choice of tiles. A tile that fits in 227 KiB of shared memory may not fit in 99 KiB."""
-    run("""
-for index in (0, 1, 0, 1):
-    device.index = index
-    forward("v4", head_dim=128, seq=1024)
-assert {index for index, _ in launched} == {0, 1}
-""")
+def test_devices_and_threads_do_not_mix_their_launches():
+    """A tile that fits in 227 KiB of shared memory may not fit in 99 KiB, so each device is tuned for.
 
-
-def test_threads_do_not_mix_their_launches():
-    """Threads launch different problems with one autotuner. Each launch gets descriptors with its own block shapes."""
-    run("""
-problems = [(32, torch.float16), (64, torch.bfloat16), (128, torch.float16), (64, torch.float32)]
-for problem in problems:  # tuned and compiled
-    forward("v4", *problem)
-sys.setswitchinterval(1e-6)
-failed = []
-
-def work(problem):
-    try:
-        for _ in range(60):
-            forward("v4", *problem)
-    except BaseException as error:
-        failed.append(error)
-
-before = len(launched)
-threads = [threading.Thread(target=work, args=(problem,)) for problem in problems]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-assert not failed, failed
-assert len(launched) - before == 4 * 60
-""")
-
-
-def test_a_binary_is_loaded_once_whichever_threads_launch():
+    A binary is loaded once, whichever threads launch. Then threads launch different problems with one autotuner. Each launch
+    gets descriptors with its own block shapes.
+    """
     run("""
 load, loading, loaded = triton.runtime.driver.active.utils.load_binary, threading.Event(), []
 
 def slow(*args):
     loaded.append(args)
     loading.set()
-    time.sleep(1)
+    time.sleep(0.3)
     return load(*args)
 
 triton.runtime.driver.active.utils.load_binary = slow
@@ -125,72 +99,38 @@ loading.wait()
 forward("v3")
 thread.join()
 assert len(launched) == 2 and len(loaded) == 1
+triton.runtime.driver.active.utils.load_binary = load
+
+for index in (1, 0, 1):
+    device.index = index
+    forward("v4", head_dim=128, seq=1024)
+assert set(launched) == {0, 1}
+
+device.index = 0
+problems = [(32, torch.float16), (64, torch.bfloat16), (64, torch.float32)]
+for problem in problems:  # tuned and compiled
+    forward("v4", *problem)
+sys.setswitchinterval(1e-6)
+before = len(launched)
+with ThreadPoolExecutor() as pool:
+    list(pool.map(lambda problem: [forward("v4", *problem) for _ in range(60)], problems))
+assert len(launched) - before == 3 * 60
 """)
 
 
-def test_one_thread_parses_at_a_time():
-    """In CPython 3.11 and 3.12 all threads share the recursion depth of `ast.parse`, so only one thread may parse at a time."""
-    run("""
-import ast
-parse, parsing, most = ast.parse, 0, 0
-
-def watched(*args):
-    global parsing, most
-    parsing += 1
-    most = max(most, parsing)
-    time.sleep(0.05)
-    parsing -= 1
-    return parse(*args)
-
-ast.parse = watched
-triton.knobs.compilation.always_compile = True
-forward("v4")  # the configurations are compiled in parallel
-assert most == 1 and launched
-""")
+KERNEL = re.compile(r"^@(?:triton|gluon)\.jit(.*)\ndef \w+_kernel\(([^)]*)\):", re.MULTILINE)
 
 
 def test_no_length_of_1_becomes_a_constant():
-    """No kernel gets a length as a compile-time constant. With such a constant, ptxas may compile v4's backward wrongly."""
-    run("""
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.jit import JITFunction
+    """Triton makes an argument of 1 a constant, unless it has a type or is in `do_not_specialize`.
 
-checked = set()
-for name in stages.names():
-    stage = stages.load(name)
-    for value in (stage.forward.__globals__ | stage.backward.__globals__).values():
-        kernel = value.fn if isinstance(value, Autotuner) else value
-        if isinstance(kernel, JITFunction) and kernel.fn.__name__.endswith("_kernel"):
-            for parameter in kernel.params:
-                if parameter.name in ("seq_q", "seq_k", "diagonal"):
-                    assert parameter.annotation_type or parameter.do_not_specialize, (name, kernel, parameter.name)
+    With a length as a constant, ptxas may compile v4's backward wrongly.
+    """
+    checked = set()
+    for name in stages.names():
+        for file in stages.directory(name).glob("*.py"):
+            for options, parameters in KERNEL.findall(file.read_text()):
+                for length, has_type in re.findall(r"\b(seq_q|seq_k|diagonal)\b(:)?", parameters):
+                    assert has_type or f'"{length}"' in options, (file, length)
                     checked.add(name)
-assert checked == set(stages.names()) - {"v0_naive"}, checked
-
-compiled = []
-triton.knobs.compilation.always_compile = True
-triton.knobs.compilation.listener = lambda src, **_: compiled.append({src.fn.arg_names[path[0]] for path in src.constants})
-forward("v3", head_dim=16, seq=1, diagonal=1)
-(constants,) = compiled
-assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diagonal"}, constants  # other 1s do
-""")
-
-
-@pytest.mark.long
-def test_v30_to_v34_have_the_instructions_of_v29_where_tiles_fill_the_gpu():
-    """If each tile has one query head and keys are not split, the forwards of v30 to v34 have v29's instructions."""
-    run("""
-import collections, pathlib, re
-
-made = collections.defaultdict(list)
-
-def on_compiled(src, metadata, metadata_group, times, cache_hit):
-    ptx = next(pathlib.Path(path).read_text() for path in metadata_group.values() if path.endswith(".ptx"))
-    made[name].append(collections.Counter(re.findall(r"^\\s+(?:@!?%p\\d+ )?([a-z][\\w.:]*)", ptx, re.MULTILINE)))
-
-triton.knobs.compilation.listener = on_compiled
-tensors = [torch.empty(4, 32, 4096, 64, dtype=torch.float16, device="meta") for _ in range(3)]
-for name in ("v29", "v30", "v31", "v32", "v33", "v34"):
-    stages.load(name).forward(*tensors, causal=True, scale=0.125)
-assert all(len(made[name]) == 2 and made[name] == made["v29"] for name in made)
-""")
+    assert checked == set(stages.names()) - {"v0_naive"}

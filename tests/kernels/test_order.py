@@ -18,39 +18,31 @@ def _record_kernel(taken_ptr, tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.co
     tl.store(taken_ptr + 2 * tl.program_id(0) + 1, head)
 
 
-def taken(l2_share, causal):
+def taken(tiles, heads, *arguments):
     """Return (tile, head) of each program."""
-    result = torch.empty(TILES * HEADS, 2, dtype=torch.int32, device=DEVICE)
-    _record_kernel[TILES * HEADS,](result, TILES, SEQ, ROW_BYTES, causal, l2_share)
+    result = torch.empty(tiles * heads, 2, dtype=torch.int32, device=DEVICE)
+    _record_kernel[tiles * heads,](result, tiles, *arguments)
     return list(map(tuple, result.tolist()))
 
 
-def test_full_attention_goes_through_head_after_head():
-    assert taken(2**24, causal=False) == [(tile, head) for head in range(HEADS) for tile in range(TILES)]
-
-
-@pytest.mark.parametrize("group", [1, 3, 7, 100])
-def test_causal_attention_goes_through_a_group_of_heads_longest_tile_first(group):
+@pytest.mark.filterwarnings("error")  # on the interpreter, numpy warns if a kernel divides by zero
+@pytest.mark.parametrize(
+    ("causal", "heads_in_share", "group"),
+    [(False, 16, 1), (True, 0.99, 1), (True, 1, 1), (True, 3, 3), (True, 7, 7), (True, 100, 7)],
+)
+def test_programs_go_through_a_group_of_heads_longest_tile_first(causal, heads_in_share, group):
+    """Without a causal mask, and if a head is larger than the L2 cache's share, a group has one head."""
     groups = [range(first, min(first + group, HEADS)) for first in range(0, HEADS, group)]
     expected = [(tile, head) for heads in groups for tile in range(TILES) for head in heads]
-    assert taken(group * SEQ * ROW_BYTES, causal=True) == expected
+    assert taken(TILES, HEADS, SEQ, ROW_BYTES, causal, int(heads_in_share * SEQ * ROW_BYTES)) == expected
 
 
-@pytest.mark.filterwarnings("error")  # on the interpreter, numpy warns if a kernel divides by zero
+@pytest.mark.filterwarnings("error")
 def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
-    """A group has at most as many heads as the launch.
-
-    Here 2**24 heads fit in the L2 cache. They would have 2**32 tiles, and int32 stores 2**32 as 0.
-    """
-    taken = torch.empty(256, 2, dtype=torch.int32, device=DEVICE)
-    _record_kernel[256,](taken, 256, 1, 1, True, 2**24)
-    assert taken.tolist() == [[tile, 0] for tile in range(256)]
+    """A group has at most as many heads as the launch. 2**24 heads, which fit in the share here, would have 2**32 tiles."""
+    assert taken(256, 1, 1, 1, True, 2**24) == [(tile, 0) for tile in range(256)]
 
 
-def test_a_head_that_is_larger_than_the_share_goes_alone():
-    assert taken(SEQ * ROW_BYTES - 1, causal=True) == taken(2**24, causal=False)
-
-
-@pytest.mark.parametrize(("cache", "share"), [(40, 8), (50, 16), (60, 16), (126, 32)])  # MiB of an A100, H100, H200, B200
-def test_a_group_takes_a_third_of_the_l2_cache_or_less(cache, share):
-    assert l2_share(cache * 2**20) == share * 2**20
+def test_a_group_takes_a_third_of_the_l2_cache_or_less():
+    shares = {mib: l2_share(mib * 2**20) // 2**20 for mib in (40, 50, 60, 126)}  # of an A100, H100, H200 and B200
+    assert shares == {40: 8, 50: 16, 60: 16, 126: 32}

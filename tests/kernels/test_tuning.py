@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import time
 import types
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from common.kernels import tuning
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
-
 LENGTHS = (185, 203)
 
 
@@ -27,14 +25,12 @@ def tuners(name):
 
 TUNED = [name for name in stages.names() if tuners(name)]
 # The interpreter's default run has, for each number of tuned kernels, the last stage with this number.
-SOON = TUNED if on_gpu else {len(tuners(name)): name for name in TUNED if not stages.is_dead_end(name)}.values()
+SOON = TUNED if on_gpu else [*{len(tuners(name)): name for name in TUNED if not stages.is_dead_end(name)}.values()]
 
 
-def marks_of(name, unlike_others=True):
-    return [] if unlike_others and name in SOON else [pytest.mark.long]
-
-
-TUNERS = [pytest.param(name, kernel, id=f"{name}{kernel}", marks=marks_of(name)) for name in TUNED for kernel in tuners(name)]
+def marked(name, *values, unlike_others=True, **options):
+    """Return a test's parameter. It is long, unless its stage is in `SOON` and it is unlike other parameters."""
+    return pytest.param(name, *values, marks=[] if unlike_others and name in SOON else [pytest.mark.long], **options)
 
 
 def configurations():
@@ -42,16 +38,12 @@ def configurations():
 
     The interpreter ignores warps and pipeline stages. There, a configuration is marked long if an earlier one has equal tiles.
     """
-    for name in stages.names():
+    for name in TUNED:
         for kernel, tuner in tuners(name).items():
-            tiles = [tuple(config.kwargs.values()) for config in tuner.configs]
+            tiles = [config.kwargs for config in tuner.configs]
             for index, config in enumerate(tuner.configs):
-                again = not on_gpu and tiles.index(tiles[index]) < index
-                where = f"{name}{kernel}-{'x'.join(map(str, tiles[index]))}"
-                yield pytest.param(
-                    name, kernel, index, id=f"{where}-warps{config.num_warps}-stages{config.num_stages}",
-                    marks=marks_of(name, unlike_others=not again),
-                )  # fmt: skip
+                new = on_gpu or config.kwargs not in tiles[:index]
+                yield marked(name, kernel, index, unlike_others=new, id=f"{name}{kernel}-{index}")
 
 
 PROBLEMS = [(16, torch.float16)]
@@ -90,7 +82,7 @@ def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in TUNED])
+@pytest.mark.parametrize("name", [marked(name) for name in TUNED])
 def test_timing_leaves_nothing_behind(name, real_tuning, monkeypatch):
     """Sums in memory start at zero each time that the autotuner runs a kernel, and in the final run."""
 
@@ -105,30 +97,27 @@ def test_timing_leaves_nothing_behind(name, real_tuning, monkeypatch):
     check(stages.load(name), *make_inputs(70, 90, 16, batch=1, heads=1), causal=True)
 
 
-@pytest.mark.parametrize("name, kernel", TUNERS)
-def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
-    tuner = tuners(name)[kernel]
-    monkeypatch.setattr(tuner, "cache", {})
-    for lengths in [(60, 70), (65, 90), (128, 128), (1, 70)]:
-        check(stages.load(name), *make_inputs(*lengths, 16, batch=1, heads=1), causal=False)
-    assert len(tuner.cache) == 1
-    check(stages.load(name), *make_inputs(60, 130, 16, batch=1, heads=1), causal=False)
-    check(stages.load(name), *make_inputs(60, 70, 16, batch=1, heads=1), causal=True)
-    check(stages.load(name), *make_inputs(60, 70, 32, batch=1, heads=1), causal=False)
-    check(stages.load(name), *make_inputs(60, 70, 16, batch=1, heads=1, value_dim=32), causal=False)
-    assert len(tuner.cache) == 5
+def test_nearby_lengths_share_a_tuning(monkeypatch):
+    """The first three problems share a tuning. Each other problem differs in a length, a head dimension or the mask."""
+    problems = [
+        (60, 70, 16, 16, False), (65, 90, 16, 16, False), (1, 128, 16, 16, False),
+        (60, 130, 16, 16, False), (60, 70, 32, 16, False), (60, 70, 16, 32, False), (60, 70, 16, 16, True),
+    ]  # fmt: skip
+    for tuner in tuners(SOON[-1]).values():
+        monkeypatch.setattr(tuner, "cache", {})
+    for seq_q, seq_k, head_dim, value_dim, causal in problems:
+        inputs = make_inputs(seq_q, seq_k, head_dim, value_dim=value_dim, batch=1, heads=1)
+        check(stages.load(SOON[-1]), *inputs, causal=causal)
+    assert [len(tuner.cache) for tuner in tuners(SOON[-1]).values()] == [5] * len(tuners(SOON[-1]))
 
 
 def test_identical_kernels_are_tuned_once():
     """Kernels of two stages share a tuning only if the kernels' files are equal."""
-    every = [(stage, *found) for stage in TUNED for found in tuners(stage).items()]
-    shared = 0
-    for (_, kernel, tuner), (_, other_kernel, other) in itertools.combinations(every, 2):
-        files = (Path(each.fn.fn.__code__.co_filename).read_text() for each in (tuner, other))
-        same = kernel == other_kernel and len(set(files)) == 1
-        assert (tuner.cache is other.cache) == same
-        shared += same
-    assert shared, "no two stages have the same forward"
+    caches = {}
+    for kernel, tuner in (found for name in TUNED for found in tuners(name).items()):
+        file = Path(tuner.fn.fn.__code__.co_filename)
+        assert caches.setdefault((kernel, file.read_text()), tuner.cache) is tuner.cache
+    assert len({id(cache) for cache in caches.values()}) == len(caches) < sum(len(tuners(name)) for name in TUNED)
 
 
 def picked(milliseconds):
@@ -150,51 +139,25 @@ def picked(milliseconds):
     return taken, timed
 
 
-@pytest.mark.parametrize("noise", list(itertools.permutations((1.0, 0.9, 0.8))), ids=str)
-def test_noise_in_the_first_round_does_not_decide(noise, real_tuning):
-    taken, timed = picked(lambda number, before: [2, *([1, 1, 1] if before else noise), 3][number])
-    assert taken == 1
-    assert timed == [0, 1, 2, 3, 4] + [1, 2, 3] * tuning.FINAL_ROUNDS
+OUTLIERS = [
+    lambda number, before, at=at: at[2] if (number, before) == at[:2] else [2, 1, 1.2, 1.1, 3][number]
+    for at in itertools.product((1, 3), range(1, 1 + tuning.FINAL_ROUNDS), (0.1, 10))
+]
+TIMES = [  # (milliseconds of configuration `number` after `before` earlier timings, the configuration to choose)
+    (lambda number, before: [2, *([1, 1, 1] if before else [1, 0.9, 0.8]), 3][number], 1),  # noise in the first round
+    *((outlier, 1) for outlier in OUTLIERS),
+    (lambda number, before: [2, 1, 2, 0.97, 2][number] * (1 + 0.02 * before + 0.004 * number), 3),  # the clock falls
+    (lambda number, before: 1, 0),  # the first of equals is chosen, unless one is faster
+    (lambda number, before: [1.009, 1.005, 1.2, 1.2, 1][number], 0),
+    (lambda number, before: [1.011, 1.2, 1.009, 1.2, 1][number], 2),
+    (lambda number, before: [1.02, 1.02, 1.02, 1.02, 1][number], 4),
+    (lambda number, before: [*[math.inf] * 4, 1][number], 4),  # a configuration that cannot run is not chosen
+]
 
 
-def test_a_falling_clock_does_not_decide(real_tuning):
-    """The GPU slows down, so each timing takes longer than the one before.
-
-    The tuner must not favor the configuration timed first.
-    """
-    clock = itertools.count()
-    assert picked(lambda number, before: [2, 1, 2, 0.97, 2][number] * (1 + 0.004 * next(clock)))[0] == 3
-
-
-@pytest.mark.parametrize("outlier", [0.1, 10])
-@pytest.mark.parametrize("when", range(1, 1 + tuning.FINAL_ROUNDS))
-def test_an_outlier_does_not_decide(outlier, when, real_tuning):
-    assert picked(lambda number, before: outlier if (number, before) == (3, when) else [2, 1, 1.2, 1.1, 3][number])[0] == 1
-    assert picked(lambda number, before: outlier if (number, before) == (1, when) else [2, 1, 1.2, 1.1, 3][number])[0] == 1
-
-
-def test_the_first_of_equals_is_picked_unless_one_is_faster(real_tuning):
-    assert picked(lambda number, before: 1)[0] == 0
-    assert picked(lambda number, before: [1.009, 1.005, 1.2, 1.2, 1][number])[0] == 0
-    assert picked(lambda number, before: [1.011, 1.2, 1.009, 1.2, 1][number])[0] == 2
-    assert picked(lambda number, before: [1.02, 1.02, 1.02, 1.02, 1][number])[0] == 4
-
-
-def test_a_configuration_that_cannot_run_is_not_picked(real_tuning):
-    assert picked(lambda number, before: [math.inf, math.inf, math.inf, math.inf, 1][number])[0] == 4
-
-
-@pytest.mark.alone
-@pytest.mark.skipif(not on_gpu, reason="the interpreter has nothing to time")
-@pytest.mark.parametrize("name", TUNED)
-def test_first_call_says_that_it_tunes_and_is_soon_done(name, real_tuning, monkeypatch, capfd):
-    for tuner in tuners(name).values():
-        monkeypatch.setattr(tuner, "cache", {})
-    inputs = make_inputs(700, 900, 64)
-    start = time.perf_counter()
-    check(stages.load(name), *inputs, causal=True)
-    assert time.perf_counter() - start < 30 * len(tuners(name))
-    said = capfd.readouterr().err
-    assert all(kernel in said for kernel in tuners(name))
-    check(stages.load(name), *inputs, causal=True)
-    assert "tuning" not in capfd.readouterr().err, "tuned twice"
+@pytest.mark.parametrize(("milliseconds", "expected"), TIMES)
+def test_the_fastest_is_chosen_whatever_the_noise(milliseconds, expected, real_tuning):
+    taken, timed = picked(milliseconds)
+    assert taken == expected
+    finalists = timed[5:][: tuning.FINALISTS]
+    assert timed == [0, 1, 2, 3, 4] + finalists * tuning.FINAL_ROUNDS and taken in finalists

@@ -7,7 +7,6 @@ The tools do not understand every barrier and instruction, so some of their repo
 The run fails if a tool gives a report that is not in `KNOWN`, or if a report in `KNOWN` is missing.
 """
 
-import argparse
 import collections
 import itertools
 import linecache
@@ -24,9 +23,8 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 import stages
-from common.measure import terminal
 from common.measure.aot import first_that_survives
-from common.measure.options import list_of, one_of
+from common.measure.options import add_list, command, list_of, one_of
 from common.measure.workloads import DTYPES
 from common.runtime import DEVICE
 
@@ -180,15 +178,10 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
 
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit status: 1 if a report is new or a known report is missing."""
-    terminal.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m common.measure.sanitize",
-        description="Run the stages under NVIDIA's compute-sanitizer. LIST is comma-separated.",
-    )
-    tools = {tool: tool for tool in TOOLS}
-    for flag, parse_entry, default in (("--tool", one_of(tools), TOOLS), ("--stage", stages.resolve, stages.names())):
-        help_text = "(default: %(default)s)"
-        parser.add_argument(flag, type=list_of(parse_entry), default=",".join(default), metavar="LIST", help=help_text)
+    parser = command("common.measure.sanitize", __doc__)
+    tools = ",".join(TOOLS)
+    parser.add_argument("--tool", type=list_of(one_of(TOOLS.keys())), default=tools, metavar="LIST", help=f"any of {tools}")
+    add_list(parser, "--stage", ",".join(stages.names()))
     options = parser.parse_args(argv)
     if DEVICE != "cuda" or not shutil.which("compute-sanitizer"):
         raise SystemExit("this command needs a GPU, and compute-sanitizer on the PATH")

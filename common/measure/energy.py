@@ -48,15 +48,13 @@ class Gauges:
     """NVML's measurements of the GPU that PyTorch uses.
 
     Raises:
-        RuntimeError: NVML is missing, or does not support a measurement on this GPU.
+        OSError: NVML is missing.
+        RuntimeError: NVML does not support a measurement on this GPU.
     """
 
     def __init__(self):
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        try:
-            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError as error:
-            raise RuntimeError(f"NVML is missing: {error}") from None
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         self._device = ctypes.c_void_p()
         self._check(self._nvml.nvmlInit_v2())
         self._check(self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)))
@@ -140,7 +138,7 @@ def main(argv: list[str]):
         raise SystemExit("measuring energy needs an NVIDIA GPU, and there is none")
     try:
         gauges = Gauges()
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise SystemExit(f"the energy of a call cannot be measured: {error}") from None
     timer, measured = GpuTimer(), []
     shapes = itertools.product(("fwd", "bwd"), options.head_dim, options.seq_len, options.causal, options.impl)

@@ -130,20 +130,11 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
 
     The default is all baselines, and all stages from position `first` on, without dead ends.
     """
-    baselines = list(baselines)
-
-    def implementation(text):
-        if text in baselines:
-            return text
-        try:
-            return stages.resolve(text)
-        except ValueError as error:
-            raise ValueError(f"{error}; the baselines are {', '.join(baselines)}") from None
-
     usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
-    usual = ",".join([*baselines, *usual])
-    help_text = "implementations to measure (default: %(default)s)"
-    parser.add_argument("--impl", type=list_of(implementation), default=usual, metavar="LIST", help=help_text)
+    parser.add_argument(
+        "--impl", type=list_of(lambda text: text if text in baselines else stages.resolve(text)), metavar="LIST",
+        default=",".join([*baselines, *usual]), help="baselines and stages to measure (default: %(default)s)",
+    )  # fmt: skip
 
 
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:

@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stages
@@ -32,6 +31,7 @@ from common.measure import machine, reference, terminal
 from common.measure.baselines import call_of
 from common.measure.footprint import footprint
 from common.measure.options import add_list, json_path, list_of, one_of, positive, single, write_json
+from common.measure.timing import GpuTimer
 from common.measure.workloads import DTYPES, Workload
 from common.ring import Ring, ring_attention, shard, unshard
 from common.runtime import DEVICE
@@ -45,9 +45,9 @@ MILLION = 2**20  # number of tokens of the sequence with --million
 PASSES = ("fwd", "fwd+bwd")
 
 TIMEOUT = datetime.timedelta(minutes=4)  # a rank waits so long for another rank, which may compile and tune kernels meanwhile
-SPIN_CYCLES = 10_000_000  # a GPU spins this many cycles (5 ms) before each round, while the CPU queues launches
+SPIN_S = 5e-3  # a GPU spins so long before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
-ROUNDS_MS, FEWEST_ROUNDS, MOST_ROUNDS = 300, 3, 30  # GPU time of all rounds together; minimum and maximum number of rounds
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 3, 30  # GPU time of all rounds together; minimum and maximum number of rounds
 
 
 def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
@@ -111,14 +111,6 @@ def attention_of(impl: str, group, causal: bool):
         )
 
 
-def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
-    """Return this rank's part of q, k, v and the output's gradient: normally distributed, and different on each rank."""
-    w, rows = workload, workload.seq_len // dist.get_world_size(group)
-    options = {"generator": torch.Generator(DEVICE).manual_seed(dist.get_rank(group)), "device": DEVICE}
-    shapes = [(w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim)]
-    return tuple(torch.randn(w.batch, heads, rows, size, dtype=DTYPES[w.dtype], **options) for heads, size in shapes)
-
-
 def check(attend: Callable, workload: Workload, group):
     """Raise AssertionError on each rank unless O, dQ, dK and dV are within the bounds of `common.measure.reference`.
 
@@ -128,26 +120,23 @@ def check(attend: Callable, workload: Workload, group):
     compared must be finite.
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
-    q, k, v, grad_out = inputs(w, group)
-    chunk, shared_by = w.seq_len // (2 * size), w.heads // w.kv_heads
+    chunk, heads = w.seq_len // (2 * size), w.heads // w.kv_heads
     some = torch.linspace(0, chunk - 1, CHECKED_ROWS).long().unique()
-    positions = (torch.arange(0, w.seq_len, chunk)[:, None] + some).flatten()
-    checked = shard(torch.zeros(w.seq_len, dtype=torch.bool).index_fill(0, positions, True), 0, group)
+    rows = (torch.arange(0, w.seq_len, chunk)[:, None] + some).flatten().to(DEVICE)
+    q, k, v, grad_out = w.inputs()  # the same on each rank
+    problem = q[:, :heads, rows], k[:, :1], v[:, :1], w.causal, w.head_dim**-0.5, grad_out[:, :heads, rows]
     sparse = torch.zeros_like(grad_out)
-    sparse[:, :shared_by, checked] = grad_out[:, :shared_by, checked]
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    sparse[:, :heads, rows] = problem[-1]
+    leaves = [shard(tensor, 2, group).requires_grad_() for tensor in (q, k, v)]
     out = attend(*leaves)
-    results = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, sparse)), strict=True))
+    parts = out.detach(), *torch.autograd.grad(out, leaves, shard(sparse, 2, group))
+    results = dict(zip(("out", "dq", "dk", "dv"), parts, strict=True))
     wrong = [name for name, part in results.items() if not part.isfinite().all()]
     verdict = f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None
-    of_queries = {"q": q, "grad_out": grad_out, "out": results["out"], "dq": results["dq"]}
-    of_keys = {"k": k, "v": v, "dk": results["dk"], "dv": results["dv"]}
-    del results, out
-    whole = {name: unshard(part[:, :shared_by], 2, group)[:, :, positions] for name, part in of_queries.items()}
-    whole |= {name: unshard(part[:, :1], 2, group) for name, part in of_keys.items()}
+    whole = {name: unshard(results[name][:, :heads], 2, group)[:, :, rows] for name in ("out", "dq")}
+    whole |= {name: unshard(results[name][:, :1], 2, group) for name in ("dk", "dv")}
     if rank == 0 and not wrong:
-        problem = *(whole.pop(name) for name in "qkv"), w.causal, w.head_dim**-0.5, whole.pop("grad_out")
-        diagonal = (positions - torch.arange(len(positions))).to(DEVICE)
+        diagonal = rows - torch.arange(len(rows), device=DEVICE)
         try:
             reference.assert_correct(whole, *(each(*problem, diagonal) for each in (reference.truth, reference.plain)))
         except AssertionError as error:
@@ -157,39 +146,37 @@ def check(attend: Callable, workload: Workload, group):
     assert not any(every), "; ".join(filter(None, every))
 
 
+class _Together(GpuTimer):
+    """A timer whose rounds begin on all GPUs of a group together: the GPUs wait for each other in a reduction."""
+
+    def __init__(self, group):
+        self.group = group
+        super().__init__()
+
+    def clear_cache(self):
+        super().clear_cache()
+        dist.all_reduce(self._cache_filler[:1], group=self.group)
+
+    def slowest(self, call: Callable, count: int, warm_up: int) -> tuple[list[float], bool]:
+        """Return the seconds of the slowest rank in each round, and whether this rank's launches were hidden."""
+        seconds, exposed = self._rounds(call, count, SPIN_S, warm_up)
+        times = torch.tensor(seconds, device=DEVICE, dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX, self.group)
+        return times.tolist(), not exposed
+
+
+_timer = functools.cache(_Together)
+
+
 def timed(call: Callable, group) -> dict:
-    """Measure a call's time until the last rank is done. Return the median and interquartile range of the rounds, in ms.
-
-    In a round, the GPU spins, waits for the other GPUs, records an event, runs the call, and records another event. During the
-    spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all GPUs begin the call together.
-    Launches are hidden if the CPU was ahead of the GPU in at least half of the rounds.
-    """
-    token = torch.ones(1, device=DEVICE)
-
-    def rounds(count):
-        """Return the milliseconds of the slowest rank in each round, and whether this rank's launches were hidden."""
-        events, exposed = [], 0
-        for _ in range(count):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(SPIN_CYCLES)
-            dist.all_reduce(token, group=group)
-            start.record()
-            call()
-            exposed += start.query()
-            end.record()
-            events.append((start, end))
-        torch.cuda.synchronize()
-        times = torch.tensor([start.elapsed_time(end) for start, end in events], device=DEVICE, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group)
-        return times.tolist(), 2 * exposed <= count
-
+    """Measure a call's time until the last rank is done. Return the median and interquartile range of the rounds, in ms."""
+    timer = _timer(group)
     call()
-    (estimate,), _ = rounds(1)
-    count = max(FEWEST_ROUNDS, min(int(ROUNDS_MS / estimate), MOST_ROUNDS))
-    rounds(1 + count // 10)  # warm-up
-    times, hidden = rounds(count)
+    (estimate,), _ = timer.slowest(call, 1, 0)
+    count = max(FEWEST_ROUNDS, min(int(ROUNDS_S / estimate), MOST_ROUNDS))
+    times, hidden = timer.slowest(call, count, 1 + count // 10)
     lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return {"ms": median, "iqr_ms": upper - lower, "rounds": count, "launch_hidden": hidden}
+    return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": count, "launch_hidden": hidden}
 
 
 def measure(impl: str, workload: Workload, group) -> dict:
@@ -197,7 +184,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
-        call, found = call_of(attend, workload, inputs(workload, group)), {}
+        call, found = call_of(attend, workload, [shard(tensor, 2, group) for tensor in workload.inputs()]), {}
         if impl not in SDPA:
             with counted_sends() as sent:
                 call()

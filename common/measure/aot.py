@@ -203,30 +203,18 @@ def compile_cases(cases, all_configs):
     Returns:
         Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
         `error`. An unavailable case, whose stage does not support the GPU, gets the key `reason`. A row describes a kernel. It
-        is the case's dict with these added keys:
-
-        - kernel: the kernel's name.
-        - config: the tile, the number of warps and the number of pipeline stages, as a text.
-        - registers: the number of registers per thread at launch.
-        - spilled_bytes: the bytes that each thread stores and loads because of spills.
-        - shared_bytes: the bytes of shared memory per CTA.
-        - instructions: which instructions of `INSTRUCTIONS` the kernel has.
-        - ptx: a dict: opcode -> number of instructions.
-        - dots: the number of matmuls in the kernel's IR before most compiler passes.
-        - descriptors: the number of arguments that are descriptors.
-        - warnings: the warnings of ptxas.
+        is the case's dict with the keys of `_describe`. Bytes of spills are those that a thread stores and loads. The number
+        of matmuls, `dots`, is counted before most compiler passes.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # the new processes compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool, Progress(len(cases)) as bar:
         futures = [pool.submit(_in_own_process, context, case, all_configs) for case in cases]
         try:
-            with Progress(len(cases)) as bar:
-                for done, _ in enumerate(concurrent.futures.as_completed(futures), start=1):
-                    bar.begin(f"compiled {done} of {len(cases)} cases")
-                    bar.update(1)
+            for _ in concurrent.futures.as_completed(futures):
+                bar.update(1)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C no further case starts
     found = zip(*(future.result() for future in futures), strict=True)
@@ -235,19 +223,19 @@ def compile_cases(cases, all_configs):
 
 def table(rows: list[dict]) -> str:
     """Format the rows as a table."""
+    names = {
+        "arch": "arch", "dtype": "dtype", "head_dim": "D", "value_dim": "Dv", "causal": "causal", "kv_heads": "K/V heads",
+        "kernel": "kernel", "registers": "regs", "spilled_bytes": "spilled",
+    }  # fmt: skip
     return tabulate(
         [
-            {
-                "stage": stages.version(row["stage"]), "arch": row["arch"], "dtype": row["dtype"], "D": row["head_dim"],
-                "Dv": row["value_dim"] or row["head_dim"], "causal": row["causal"], "K/V heads": row["kv_heads"],
-                "kernel": row["kernel"].strip("_").removesuffix("_kernel"), "config": re.sub(r"[A-Za-z_]+=", "", row["config"]),
-                "regs": row["registers"], "spilled": row["spilled_bytes"],
-                "shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}", "instructions": " ".join(row["instructions"]),
-            }
+            {"stage": stages.version(row["stage"]), **{shown: row[name] for name, shown in names.items()}}
+            | {"config": re.sub(r"[A-Za-z_]+=", "", row["config"]), "instructions": " ".join(row["instructions"])}
+            | {"shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}"}
             for row in rows
         ],
         headers="keys",
-    )  # fmt: skip
+    )
 
 
 CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"

@@ -272,23 +272,6 @@ def cases(options) -> list[tuple[str, Workload, int]]:
     ]
 
 
-def _facts(world: int) -> dict:
-    facts = machine.facts()
-    if ON_GPUS:
-        names = [torch.cuda.get_device_name(device) for device in range(world)]
-        facts["gpus"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-        facts["nccl"] = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
-        facts["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-    return facts
-
-
-def _of_rank_0(value):
-    """Return rank 0's value on all ranks. Only the CPUs wait for this value, not the GPUs."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def main(argv: list[str]) -> int:
     """Run one rank. Return the exit status, which is 1 if a result was wrong or a stage failed."""
     terminal.prepare()
@@ -302,35 +285,31 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo", timeout=TIMEOUT)
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = {size: dist.new_group(list(range(size)), timeout=TIMEOUT) for size in range(1, world + 1)}
-    records = []
+    run = {"machine_info": machine.facts(), "records": [], "links": []}
     for impl, workload, size in options.cases:
-        found = {}
-        if rank == 0:
-            print(f"{workload.label} {impl} on {size}: ", end="", flush=True)
+        case = [{}]
         if rank < size:
             try:
-                found = measure(impl, workload, groups[size])
+                case = [measure(impl, workload, groups[size])]
             except Exception as error:  # continue with the other cases
-                found = _failure(error)
-            if ON_GPUS:
-                torch.cuda.empty_cache()
-        found = _of_rank_0(found)
-        records.append({"impl": impl, **workload.record(), "ranks": size} | found)
+                case = [_failure(error)]
+        dist.broadcast_object_list(case, src=0)  # only the CPUs of other ranks wait for rank 0, not the GPUs
+        run["records"].append({"impl": impl, **workload.record(), "ranks": size, **case[0]})
         if rank == 0:
-            print(
-                ", ".join(
-                    f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
-                )
-            )
-    links = [link(workload, tokens, groups[world]) for tokens in options.tokens if ON_GPUS and world > 1]
-    if rank == 0:
-        if not ON_GPUS:
-            print("No GPU is in use. The run has no times, because the interpreter's times mean nothing.")
-        if options.json:
-            write_json(options.json, {"machine_info": _facts(world), "records": records, "links": links})
-    _of_rank_0(None)
+            print(f"{workload.label} {impl} on {size}:", *(f"{name}={value}" for name, value in case[0].items()), flush=True)
+        if ON_GPUS:
+            torch.cuda.empty_cache()
+    if ON_GPUS:
+        run["links"] = [link(workload, tokens, groups[world]) for tokens in options.tokens if world > 1]
+        run["machine_info"]["gpus"] = f"{world} × {torch.cuda.get_device_name()}"
+        run["machine_info"]["nccl"] = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    elif rank == 0:
+        print("No GPU is in use. The run has no times, because the interpreter's times mean nothing.")
+    if rank == 0 and options.json:
+        write_json(options.json, run)
     dist.destroy_process_group()
-    return int(any(record.get("failure") in ("WRONG", "ERROR") and record["impl"] not in SDPA for record in records))
+    wrong = [r for r in run["records"] if r.get("failure") in ("WRONG", "ERROR") and r["impl"] not in SDPA]
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -97,6 +97,6 @@ def test_the_command_counts_without_a_gpu(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((tmp_path / "run.json").read_text())
-    assert "sent_bytes 3072, sent_formula 3072" in done.stdout and "times mean nothing" in done.stdout
+    assert "sent_bytes=3072 sent_formula=3072" in done.stdout and "times mean nothing" in done.stdout
     sent = {(r["ranks"], r["pass"]): r["sent_bytes"] for r in run["records"] if r["seq_len"] == 16}
     assert sent == {(1, "fwd"): 0, (1, "fwd+bwd"): 0, (2, "fwd"): 1024, (2, "fwd+bwd"): 3072}

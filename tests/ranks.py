@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 from unittest import mock
@@ -45,11 +44,7 @@ def _serve(rank, size, port, timeout_s, connection):
             try:
                 answer = function(groups[ranks], *arguments), None
             except Exception as error:
-                with contextlib.suppress(Exception):  # not every exception can be sent
-                    error = pickle.loads(pickle.dumps(error))
-                    connection.send((None, error))
-                    continue
-                answer = None, RuntimeError(f"{type(error).__name__}: {error}")
+                answer = None, error
             connection.send(answer)
     os._exit(0)  # do not wait for ranks that have ended
 

@@ -1,8 +1,8 @@
 """The command reads compute-sanitizer's reports correctly. It fails on every report except known false reports."""
 
-import os
+import itertools
 import re
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,20 +14,14 @@ from common.measure.sanitize import Report
 from common.runtime import INTERPRETED
 
 
-def line_of(part, text):
-    """Return the first line that contains `text` in v25's `forward_{part}.py`, as "path:number"."""
+def place(part, text):
+    """Return (path, number) of the first line that contains `text` in v25's `forward_{part}.py`."""
     path = Path(stages.__path__[0], "v25_second_q", f"forward_{part}.py")
-    return f"{path}:{next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)}"
+    return str(path), next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)
 
 
-def place(line):
-    """Split a text "path:number" into the path and the number."""
-    path, number = line.rsplit(":", 1)
-    return path, int(number)
-
-
-STORE, LOAD = (line_of("scheduler", f"next_tiles.number.index(slot).{what}(") for what in ("store", "load"))
-SUM = line_of("softmax", "l = _sums(p)")
+STORE, LOAD = (place("scheduler", f"next_tiles.number.index(slot).{what}(") for what in ("store", "load"))
+SUM = place("softmax", "l = _sums(p)")
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
@@ -53,12 +47,12 @@ INITCHECK = """========= COMPUTE-SANITIZER
 =========
 ========= ERROR SUMMARY: 2 errors
 """
-KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {STORE}
-=========     and Read access at _forward_kernel+0x100 in {LOAD} [508 hazards]
-=========     and Read access at _forward_kernel+0x150 in {LOAD} [4 hazards]
+KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {STORE[0]}:{STORE[1]}
+=========     and Read access at _forward_kernel+0x100 in {LOAD[0]}:{LOAD[1]} [508 hazards]
+=========     and Read access at _forward_kernel+0x150 in {LOAD[0]}:{LOAD[1]} [4 hazards]
 =========
 """
-NEW_RACE = KNOWN_RACE.replace(f"{LOAD} [4", f"{SUM} [4").replace("Error", "Warning")
+NEW_RACE = KNOWN_RACE.replace(f"{LOAD[0]}:{LOAD[1]} [4", f"{SUM[0]}:{SUM[1]} [4").replace("Error", "Warning")
 RACECHECK = f"""========= COMPUTE-SANITIZER
 {KNOWN_RACE}{KNOWN_RACE}{NEW_RACE}========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)
 """
@@ -69,8 +63,8 @@ def test_reports_are_parsed_and_explained():
     kind = "Uninitialized __global__ memory read"
     reports = [Report(kind, "_dq_kernel"), Report(kind, "void at::native::fill<int>", (("Fill.cu", 41),))]
     assert sanitize.parse(INITCHECK) == (reports, 2)
-    known = Report("race", "_forward_kernel", tuple(map(place, (STORE, LOAD))))
-    new = Report("race", "_forward_kernel", tuple(map(place, (STORE, LOAD, SUM))))
+    known = Report("race", "_forward_kernel", (STORE, LOAD))
+    new = Report("race", "_forward_kernel", (STORE, LOAD, SUM))
     assert sanitize.parse(RACECHECK) == ([known, known, new], 3)
     entry = sanitize.KNOWN[0]
     for report in (new, Report("race", "_other_kernel", known.lines), Report("race", "_forward_kernel")):
@@ -86,32 +80,23 @@ def test_known_reports_are_of_lines_that_are_there(entry):
     assert any(re.search(entry.lines, line) for text in texts for line in text.splitlines())
 
 
-SANITIZER = f"""#!{sys.executable}
-import os, sys
-options = dict(zip(sys.argv[1:], sys.argv[2:]))
-assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" and "run_stage('v" in options["-c"]
-with open(options["--log-file"], "w") as log:
-    log.write(open(os.path.join(os.environ["LOGS"], options["--tool"])).read())
-sys.exit("the program says why" if os.environ.get("FAILS") else 0)
-"""
-
-
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """A function that runs the command with a stand-in for compute-sanitizer. It returns the exit status and the output."""
-    path = tmp_path / "compute-sanitizer"
-    path.write_text(SANITIZER)
-    path.chmod(0o755)
-    monkeypatch.setattr(sanitize, "DEVICE", "cuda")
-    monkeypatch.setattr(stages, "unavailable", lambda name: "needs another GPU" if "v28" in name else None)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("LOGS", str(tmp_path))
+def run(monkeypatch, capsys):
+    """A function that runs the command as if the tools wrote `logs`. It returns the exit status and the output."""
 
-    def run(*arguments, **logs):
-        for tool, log in logs.items():
-            (tmp_path / tool).write_text(log)
+    def run(*arguments, fails=False, **logs):
+        def sanitizer(command, env, **options):
+            given = dict(itertools.pairwise(command))
+            assert env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" and "run_stage('v" in given["-c"]
+            Path(given["--log-file"]).write_text(logs[given["--tool"]])
+            return subprocess.CompletedProcess(command, int(fails), "", "the program says why")
+
+        monkeypatch.setattr(sanitize.subprocess, "run", sanitizer)
         return sanitize.main(arguments), capsys.readouterr().out
 
+    monkeypatch.setattr(sanitize, "DEVICE", "cuda")
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    monkeypatch.setattr(stages, "unavailable", lambda name: None)
     return run
 
 
@@ -129,9 +114,8 @@ def test_unknown_reports_fail_and_known_ones_pass_with_their_reasons(run):
 
 
 @pytest.mark.parametrize("log", ["", CLEAN])
-def test_a_program_that_fails_is_not_clean(run, monkeypatch, log):
-    monkeypatch.setenv("FAILS", "1")
-    status, shown = run("--stage=v3", "--tool=memcheck", memcheck=log)
+def test_a_program_that_fails_is_not_clean(run, log):
+    status, shown = run("--stage=v3", "--tool=memcheck", fails=True, memcheck=log)
     assert status == 1 and "the program says why" in shown
 
 

@@ -10,7 +10,6 @@ and describes the chosen GPU. So Triton compiles every kernel for that GPU, but 
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
 import io
 import itertools
@@ -34,7 +33,6 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.kernels import tuning
 from common.measure.options import add_list, command, json_path, list_of, one_of, write_json
 from common.measure.progress import Progress
 
@@ -127,7 +125,7 @@ def opcodes(ptx: str) -> list[str]:
     return [opcode[1] for opcode in found if opcode]
 
 
-def _compile_case(sender, case, all_configs):
+def _compile_case(sender, case):
     """Compile the kernels of a case in this process. Send the case's (rows, errors, unavailable) through `sender`."""
     compiled, rows, errors, output = {}, [], [], io.StringIO()
 
@@ -138,26 +136,15 @@ def _compile_case(sender, case, all_configs):
     def on_launched(metadata):
         rows.append(case | compiled[metadata.hash])
 
-    def time_nothing(kernel_call, quantiles, warmup, rep):
-        if all_configs:
-            try:
-                kernel_call()
-            except Exception as error:  # the autotuner may drop the error silently
-                errors.append(case | {"error": f"{type(error).__name__}: {error}"})
-                raise
-        return [0.0, 0.0, 0.0]
-
-    triton.runtime.driver.set_active(StandInDriver(case["arch"], on_launched, time_nothing))
+    driver = StandInDriver(case["arch"], on_launched, lambda kernel_call, **options: [0.0, 0.0, 0.0])
+    triton.runtime.driver.set_active(driver)
     triton.knobs.compilation.listener = on_compiled
     triton.knobs.compilation.always_compile = True  # a cached kernel has no ptxas log
     triton.knobs.nvidia.dump_ptxas_log = True  # the compiler prints the log to stdout
-    # One kernel at a time, because the logs have no names.
-    tuning.ThreadPoolExecutor = functools.partial(concurrent.futures.ThreadPoolExecutor, 1)
+    Autotuner.prune_configs = first_that_survives
     if reason := stages.unavailable(case["stage"]):
         sender.send(([], [], [case | {"reason": reason}]))
         return
-    if not all_configs:
-        Autotuner.prune_configs = first_that_survives
 
     heads = HEADS, case["kv_heads"], case["kv_heads"], HEADS, HEADS
     head_dim, value_dim = case["head_dim"], case["value_dim"] or case["head_dim"]
@@ -176,13 +163,13 @@ def _compile_case(sender, case, all_configs):
     sender.send((rows, errors, []))
 
 
-def _in_own_process(context, case, all_configs):
+def _in_own_process(context, case):
     """Compile a case in its own process, and return (rows, errors, unavailable).
 
     The new process has not cached any kernel. If the compiler crashes, only the new process ends.
     """
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_compile_case, args=(sender, case, all_configs))
+    process = context.Process(target=_compile_case, args=(sender, case))
     process.start()
     sender.close()  # the new process has its own copy; if the process dies, recv() raises EOFError
     try:
@@ -192,13 +179,14 @@ def _in_own_process(context, case, all_configs):
         return [], [case | {"error": f"the compiler's process died, exit code {process.exitcode}"}], []
 
 
-def compile_cases(cases, all_configs):
+def compile_cases(cases):
     """Compile every kernel of the cases in parallel on all CPU cores, with a progress line.
+
+    An autotuned kernel is compiled with the first configuration that the autotuner would try.
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`) and
             value_dim (None means head_dim).
-        all_configs: whether to compile every configuration that an autotuner would try, or only the first.
 
     Returns:
         Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
@@ -211,7 +199,7 @@ def compile_cases(cases, all_configs):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool, Progress(len(cases)) as bar:
-        futures = [pool.submit(_in_own_process, context, case, all_configs) for case in cases]
+        futures = [pool.submit(_in_own_process, context, case) for case in cases]
         try:
             for _ in concurrent.futures.as_completed(futures):
                 bar.update(1)
@@ -304,13 +292,12 @@ def main(argv: list[str]) -> int:
     for flag, choices, default in (("--arch", SHARED_LIMIT, usual), ("--kv-heads", divisors, str(HEADS))):
         help_text = f"any of {', '.join(map(str, choices))} (default: %(default)s)"
         parser.add_argument(flag, type=list_of(one_of([*choices])), default=default, metavar="LIST", help=help_text)
-    parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
     against_help = "compare with the kernels of git revision REV: registers, spills, shared memory, PTX instructions"
     parser.add_argument("--against", metavar="REV", help=against_help)
     options = parser.parse_args(argv)
     product = itertools.product(*(getattr(options, name) for name in CASE))
-    rows, errors, unavailable = compile_cases([dict(zip(CASE, values, strict=True)) for values in product], options.all_configs)
+    rows, errors, unavailable = compile_cases([dict(zip(CASE, values, strict=True)) for values in product])
 
     for row in rows:
         if row["shared_bytes"] > (limit := SHARED_LIMIT[row["arch"]]):

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable
@@ -55,14 +54,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def positive_number(text: str) -> float:
-    """Parse a finite number above 0. Raise ValueError for other texts."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{text!r} is not a number above 0")
-    return number
 
 
 def sink(text: str) -> tuple[float, int, int | None]:

@@ -153,14 +153,6 @@ def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, 
     assert gpu.log == one * (timing.HOST_WARM_UP_ROUNDS + timing.MOST_ROWS)
 
 
-def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """pytest-benchmark reads the clock twice for each round, and subtracts the readings. Each round's first reading is 0,
-    because the difference of two large readings would lose digits."""
-    replay = timing.Replay()
-    replay.load([0.25, 1e-6])
-    assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
-
-
 @pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():

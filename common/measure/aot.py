@@ -98,15 +98,22 @@ def _describe(source, metadata, metadata_group, ptxas_log):
     return {
         "kernel": source.fn.__name__,
         "config": " ".join(f"{name}={value}" for name, value in config.items()),
-        "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
-        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
+        **resources(ptxas_log),
         "shared_bytes": metadata["shared"],
         "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
         "dots": sum(source_ir.count(name) for name in ("tt.dot ", "ttng.warp_group_dot ")),
         "descriptors": sum(str(type_name).startswith("tensordesc") for type_name in source.signature.values()),
-        "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
         "ptx": dict(collections.Counter(opcodes(texts[".ptx"]))),
         "code": hashlib.sha256(code(texts[".ptx"]).encode()).hexdigest()[:12],
+    }
+
+
+def resources(ptxas_log: str) -> dict:
+    """Return the registers of a thread, the bytes that it stores and loads because of spills, and the warnings of ptxas."""
+    return {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
+        "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
     }
 
 
@@ -191,8 +198,7 @@ def compile_cases(cases):
     Returns:
         Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
         `error`. An unavailable case, whose stage does not support the GPU, gets the key `reason`. A row describes a kernel. It
-        is the case's dict with the keys of `_describe`. Bytes of spills are those that a thread stores and loads. The number
-        of matmuls, `dots`, is counted before most compiler passes.
+        is the case's dict with the keys of `_describe`. The number of matmuls, `dots`, is counted before most compiler passes.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # the new processes compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory

@@ -91,6 +91,11 @@ def test_the_command_says_whether_all_compiles_and_fits_and_is_the_same(against,
     assert re.search(message, "".join(capsys.readouterr()))
 
 
+def test_spills_are_stores_and_loads():
+    log = "16 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads\ninfo : Used 40 registers\nwarning (C7510) slow"
+    assert aot.resources(log) == {"registers": 40, "spilled_bytes": 32, "warnings": ["(C7510) slow"]}
+
+
 PTX = """
 .visible .entry kernel(.param .u64 a)
 {

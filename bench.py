@@ -24,7 +24,6 @@ from torch import Tensor
 
 import stages
 from common import operator
-from common.entry import Unavailable
 from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, attention_of, refusal, timed_call
 from common.measure.counter import Count, count
@@ -439,8 +438,6 @@ def _failure(impl: str, error: BaseException) -> dict:
     """Return what the table shows for a case that could not be measured: the failure and a note."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
-    if isinstance(error, Unavailable):
-        return {"failure": "n/a", "note": str(error)}
     if isinstance(error, WrongResult):
         return {"failure": "WRONG", "note": str(error)}
     if said := refusal(impl, error):

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-from common.entry import Unavailable
 from common.measure import workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import add_implementations, add_list, command, write_cases
@@ -148,9 +147,9 @@ def main(argv: list[str]):
             call = timed_call(impl, workload, workload.inputs())
             call()
         except Exception as error:
-            if not (isinstance(error, Unavailable) or refusal(impl, error)):
+            if not (reason := refusal(impl, error)):
                 raise
-            print(f"{impl} {workload.label}: {error}", file=sys.stderr)
+            print(f"{impl} {workload.label}: {reason}", file=sys.stderr)
             continue
         measured.append({"impl": impl, **workload.record(), **measure(call, gauges, timer)})
         print(impl, workload.label, f"{measured[-1]['joules']:.3f} J", flush=True)

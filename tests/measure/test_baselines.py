@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.entry import Unavailable
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.counter import count
 from common.measure.workloads import Workload
@@ -42,6 +43,7 @@ def test_flops_of_sdpa_agree_with_the_workload(pass_, value_dim):
     ("sdpa-cudnn", RuntimeError("an illegal memory access"), None),
     ("flash-3", RuntimeError("V headdim"), "V headdim"), ("flash-4", AssertionError("head_dim_v"), "head_dim_v"),
     ("flash-4", TypeError("missing argument"), None), ("v7_some", RuntimeError("No available kernel"), None),
+    ("v7_some", Unavailable("needs sm_80"), "needs sm_80"),
 ])  # fmt: skip
 def test_refusals_and_failures_are_told_apart(impl, error, said):
     assert refusal(impl, error) == said

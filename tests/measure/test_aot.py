@@ -15,7 +15,9 @@ HOPPER = [name for name in ROAD if hasattr(stages.load(name), "unavailable")]
 ANYWHERE = [name for name in ROAD if name not in HOPPER]
 BOTH = (True, False)
 SELECTIONS = {
-    "hopper": {"arch": (90,), "dtype": ("float16", "bfloat16"), "causal": BOTH, "kv_heads": (aot.HEADS, 4)},
+    "hopper": {"arch": (90,)},
+    "shared-heads": {"arch": (90,), "head_dim": (128,), "kv_heads": (4,)},
+    "every-dtype-and-mask": {"arch": (90,), "dtype": ("float16", "bfloat16"), "causal": BOTH, "kv_heads": (aot.HEADS, 4)},
     "other-values": {"arch": (90,), "value_dim": (32,)},
     "others": {"arch": (80, 100)},
     "little-shared-memory": {"arch": (86, 89, 120), "head_dim": (64, 128, 256)},
@@ -26,6 +28,7 @@ CHOSEN = [  # the default run compiles only the newest stage, and the newest sta
     *(
         pytest.param(name, SELECTIONS[key], marks=pytest.mark.long, id=f"{name}-{key}")
         for name, key in itertools.product(NAMES, SELECTIONS)
+        if name in HOPPER or key != "every-dtype-and-mask"
     ),
 ]  # fmt: skip
 

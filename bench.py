@@ -24,12 +24,11 @@ from torch import Tensor
 
 import stages
 from common import operator
-from common.entry import Unavailable
 from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, attention_of, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
-from common.measure.options import json_path, list_of, one_of, positive, positive_number, single, sink, unwritable
+from common.measure.options import json_path, list_of, one_of, positive, single, sink, unwritable
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE, INTERPRETED
@@ -130,7 +129,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list(
         "value_dim", one_of(head_dims), [None], f"head dimension of V, any of {joined(head_dims)}; default: as for Q and K"
     )
-    add_list("score_std", positive_number, [1.0], "standard deviations of the scores; default: 1")
+    add_list("score_std", float, [1.0], "standard deviations of the scores; default: 1")
     add_list(
         "sink",
         sink,
@@ -439,8 +438,6 @@ def _failure(impl: str, error: BaseException) -> dict:
     """Return what the table shows for a case that could not be measured: the failure and a note."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
-    if isinstance(error, Unavailable):
-        return {"failure": "n/a", "note": str(error)}
     if isinstance(error, WrongResult):
         return {"failure": "WRONG", "note": str(error)}
     if said := refusal(impl, error):

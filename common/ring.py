@@ -25,26 +25,20 @@ from common.runtime import DEVICE
 PAUSE_CYCLES = 20_000  # a pause of this many GPU cycles, some 10 µs, lets NCCL's kernel begin
 
 
-def _gathered(numbers: list[int], group, device) -> list[list[int]]:
-    """Return the `numbers` of each rank. If the group has gloo for CPU tensors, the function does not wait for the GPU."""
-    where = "cpu" if "cpu:" in dist.get_backend_config(group) else device
-    mine = torch.tensor(numbers, device=where)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return torch.stack(every).tolist()
-
-
 def _agree(group, device, said: str, wrong: Exception | None):
     """Raise an error on every rank if the ranks have different texts `said`, or if any rank has an error `wrong`.
 
     Without this check, ranks with different options could wait for each other forever. The ranks exchange 8-byte hashes of the
-    texts, and the texts only if hashes differ.
+    texts, and the texts only if hashes differ. If the group has gloo for CPU tensors, no rank waits for its GPU.
     """
     size = dist.get_world_size(group)
     said = f"{type(wrong).__name__}: {wrong}" if wrong else said
     if size > 1:
         digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "little", signed=True)
-        if len({number for (number,) in _gathered([digest], group, device)}) > 1:
+        mine = torch.tensor([digest], device="cpu" if "cpu:" in dist.get_backend_config(group) else device)
+        digests = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(digests, mine, group=group)
+        if len({*torch.cat(digests).tolist()}) > 1:
             every = [None] * size
             dist.all_gather_object(every, said, group=group)
             if not wrong:
@@ -339,36 +333,24 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, options, return_lse):
+    def forward(ctx, q, k, v, options):
         out, lse = plainly(_forward, q, k, v, **options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.return_lse = options, return_lse
+        ctx.options = options
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
+        if grad_lse is not None:
+            raise NotImplementedError(
+                "ring attention has no gradient of the log-sum-exp; detach it, or use a stage's attention"
+            )
         q, k, v, out, lse = ctx.saved_tensors
         # Hooks may have changed the strides.
         q, out, k, v, lse = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous(), lse.contiguous()
-        ring = ctx.options["ring"]
-        of_out, of_lse = grad_out is not None, grad_lse is not None
-        if ctx.return_lse and ring.size > 1:  # if one rank has a gradient, all ranks must take part in the transfers
-            every = _gathered([of_out, of_lse], ring.group, q.device)
-            of_out, of_lse = (any(column) for column in zip(*every, strict=True))
-        if of_out:
-            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-            dq, dk, dv = plainly(_backward, grad_out, q, k, v, out, lse, **ctx.options)
-        else:
-            dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
-        if of_lse:
-            # `common.operator` explains this computation.
-            weight = (ctx.options["scale"] * (torch.zeros_like(lse) if grad_lse is None else grad_lse))[..., None]
-            mean_key, _ = plainly(_forward, q, k, k, **ctx.options)
-            dq = dq + (weight * mean_key).to(dq.dtype)
-            dk = dk + plainly(_backward, (weight * q).to(q.dtype), q, k, k, mean_key, lse, **ctx.options)[2]
-        return dq, dk, dv, None, None
+        return *plainly(_backward, grad_out, q, k, v, out, lse, **ctx.options), None
 
 
 def _checked(stage, q, k, v, causal, scale, return_lse, size):
@@ -404,8 +386,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
             after `init_process_group("cpu:gloo,cuda:nccl")`.
         causal: a bool. True hides key j from query i if j > i. i and j are positions in the whole sequence.
         scale: the factor of the scores. None means 1 / sqrt(D).
-        return_lse: whether to return the log-sum-exp too. The log-sum-exp is differentiable, but its gradient costs one more
-            forward and backward.
+        return_lse: whether to return the log-sum-exp too, which has no gradient here.
 
     Returns:
         out [B, H, S / n, Dv] of this rank's queries, with the dtype of q; or (out, lse). lse is [B, H, S / n] in float32.
@@ -415,6 +396,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         ValueError: a shape, a device or another value of this rank is wrong, or S / n is odd with a mask. All ranks raise
             ValueError if their shapes, dtypes, options, stages or required gradients differ. If one rank has an error, the
             other ranks raise ValueError too. The message lists what each rank has.
+        NotImplementedError: a backward needs the gradient of the log-sum-exp.
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)
@@ -432,5 +414,5 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         wrong = error
     _agree(group, q.device if isinstance(q, Tensor) else DEVICE, said, wrong)
     options = {"stage": stage, "ring": ring, "causal": causal, "scale": scale}
-    out, lse = _RingAttention.apply(contiguous_rows(q), k.contiguous(), v.contiguous(), options, return_lse)
+    out, lse = _RingAttention.apply(contiguous_rows(q), k.contiguous(), v.contiguous(), options)
     return (out, lse) if return_lse else out

@@ -72,10 +72,11 @@ def main(argv=None):
     )
     for flag, default in (("--steps", 20), ("--batch", llama.BATCH), ("--seq-len", llama.SEQ_LEN)):
         parser.add_argument(flag, type=single(positive), default=default, metavar="N", help="(default: %(default)s)")
-    scaling.add_gpus(parser)
+    gpus_help = "number of GPUs that share a sequence (default: %(default)s)"
+    parser.add_argument("--gpus", type=single(positive), default=2, help=gpus_help)
     options = parser.parse_args(argv)
     if "WORLD_SIZE" not in os.environ:
-        scaling.start_ranks("examples.long_llama", sys.argv[1:] if argv is None else argv, lambda gpus: parser.parse_args(argv))
+        scaling.start_ranks("examples.long_llama", sys.argv[1:] if argv is None else argv, options.gpus)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if options.seq_len % (2 * world):
         parser.error(f"argument --seq-len: {options.seq_len} is no multiple of {2 * world} (two chunks for each process)")

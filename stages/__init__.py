@@ -172,5 +172,5 @@ def recommended() -> str:
     """
     arch = architecture()
     has_tma = arch is None or arch in WITH_TMA
-    line = [name for name in names() if not is_dead_end(name) and not unavailable(name)]
-    return [name for name in line if has_tma or not tuners(load(name))][-1]
+    line = (name for name in reversed(names()) if not is_dead_end(name) and not unavailable(name))
+    return next(name for name in line if has_tma or not tuners(load(name)))

@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 from unittest import mock
@@ -27,7 +26,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # set again, because a compiler test may have changed it
 
 
-def _serve(rank, size, port, timeout_s, connection):
+def _serve(rank, size, port, connection):
     """Call each function that comes from `connection`, in this rank. Send back (result, None) or (None, exception)."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
@@ -35,7 +34,7 @@ def _serve(rank, size, port, timeout_s, connection):
         Autotuner.prune_configs = first_that_survives  # take the first configuration without tuning, as in conftest.py
         Autotuner._bench = lambda self, *args, **kwargs: [0.0, 0.0, 0.0]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
     groups = {ranks: dist.new_group(list(range(ranks)), timeout=timeout) for ranks in range(1, size + 1)}
     with contextlib.suppress(EOFError):
@@ -45,11 +44,7 @@ def _serve(rank, size, port, timeout_s, connection):
             try:
                 answer = function(groups[ranks], *arguments), None
             except Exception as error:
-                with contextlib.suppress(Exception):  # not every exception can be sent
-                    error = pickle.loads(pickle.dumps(error))
-                    connection.send((None, error))
-                    continue
-                answer = None, RuntimeError(f"{type(error).__name__}: {error}")
+                answer = None, error
             connection.send(answer)
     os._exit(0)  # do not wait for ranks that have ended
 
@@ -74,14 +69,14 @@ def _fork(settings):
 class Ranks:
     """Processes that run functions for tests. For each size, the first `size` processes form a group."""
 
-    def __init__(self, size, timeout_s=TIMEOUT_S):
+    def __init__(self, size):
         self.size = size
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         pairs = [CONTEXT.Pipe() for _ in range(size)]
         self.connections = [ours for ours, _ in pairs]
-        settings = [(rank, size, port, timeout_s, theirs) for rank, (_, theirs) in enumerate(pairs)]
+        settings = [(rank, size, port, theirs) for rank, (_, theirs) in enumerate(pairs)]
         calls = [(_fork, (settings,))] if DEVICE == "cpu" else [(_serve, one) for one in settings]
         self.processes = [CONTEXT.Process(target=function, args=args, daemon=True) for function, args in calls]
         with mock.patch.dict(os.environ, INTERPRET):

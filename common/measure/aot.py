@@ -7,7 +7,6 @@ This program calls the stage's `forward` and `backward` on tensors that have no 
 and describes the chosen GPU. So Triton compiles every kernel for that GPU, but runs none.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -23,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from types import SimpleNamespace
 
 import torch
@@ -35,8 +33,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.measure import terminal
-from common.measure.options import add_list, json_path, list_of, one_of, write_json
+from common.measure.options import add_list, command, json_path, list_of, one_of, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -78,21 +75,6 @@ class StandInDriver:
         return lambda *args: None
 
 
-class _OutputByThread(io.TextIOBase):
-    """A stream that keeps the output of each thread separate."""
-
-    def __init__(self):
-        self._texts = collections.defaultdict(str)
-
-    def write(self, text):
-        self._texts[threading.get_ident()] += text
-        return len(text)
-
-    def take(self):
-        """Return the text that this thread has written since it last called `take`."""
-        return self._texts.pop(threading.get_ident(), "")
-
-
 def first_that_survives(autotuner, kwargs):
     """Return a list of one configuration: the first that `early_config_prune` keeps.
 
@@ -102,20 +84,6 @@ def first_that_survives(autotuner, kwargs):
         if kept := autotuner.early_config_prune([config], autotuner.nargs, **kwargs):
             return kept
     raise AutotunerError(f"all {len(autotuner.configs)} configurations of {autotuner.base_fn.__name__} were pruned")
-
-
-def partition_registers(ttgir: str, ptx: str) -> list[int]:
-    """Return the registers per thread of each partition of a warp-specialized kernel. Without partitions, the list is empty.
-
-    The default partition comes first.
-
-    Args:
-        ttgir: the kernel's TTGIR, Triton's IR for GPUs, with the registers of all partitions except the default one.
-        ptx: the kernel's PTX. Its second setmaxnreg instruction gives the registers of the default partition.
-    """
-    if not (requested := re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)):
-        return []
-    return [int(re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)[1]), *map(int, requested[1].split(","))]
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
@@ -130,16 +98,22 @@ def _describe(source, metadata, metadata_group, ptxas_log):
     return {
         "kernel": source.fn.__name__,
         "config": " ".join(f"{name}={value}" for name, value in config.items()),
-        "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
-        "partition_registers": partition_registers(texts[".ttgir"], texts[".ptx"]),
-        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
+        **resources(ptxas_log),
         "shared_bytes": metadata["shared"],
         "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
         "dots": sum(source_ir.count(name) for name in ("tt.dot ", "ttng.warp_group_dot ")),
         "descriptors": sum(str(type_name).startswith("tensordesc") for type_name in source.signature.values()),
-        "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
         "ptx": dict(collections.Counter(opcodes(texts[".ptx"]))),
         "code": hashlib.sha256(code(texts[".ptx"]).encode()).hexdigest()[:12],
+    }
+
+
+def resources(ptxas_log: str) -> dict:
+    """Return the registers of a thread, the bytes that it stores and loads because of spills, and the warnings of ptxas."""
+    return {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
+        "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
     }
 
 
@@ -158,34 +132,26 @@ def opcodes(ptx: str) -> list[str]:
     return [opcode[1] for opcode in found if opcode]
 
 
-def _compile_case(sender, case, all_configs):
+def _compile_case(sender, case):
     """Compile the kernels of a case in this process. Send the case's (rows, errors, unavailable) through `sender`."""
-    compiled, rows, errors, output = {}, [], [], _OutputByThread()
+    compiled, rows, errors, output = {}, [], [], io.StringIO()
 
     def on_compiled(src, metadata, metadata_group, times, cache_hit):
-        compiled[metadata["hash"]] = _describe(src, metadata, metadata_group, output.take())
+        compiled[metadata["hash"]] = _describe(src, metadata, metadata_group, output.getvalue())
+        output.seek(output.truncate(0))
 
     def on_launched(metadata):
         rows.append(case | compiled[metadata.hash])
 
-    def time_nothing(kernel_call, quantiles, warmup, rep):
-        if all_configs:
-            try:
-                kernel_call()
-            except Exception as error:  # the autotuner may drop the error silently
-                errors.append(case | {"error": f"{type(error).__name__}: {error}"})
-                raise
-        return [0.0, 0.0, 0.0]
-
-    triton.runtime.driver.set_active(StandInDriver(case["arch"], on_launched, time_nothing))
+    driver = StandInDriver(case["arch"], on_launched, lambda kernel_call, **options: [0.0, 0.0, 0.0])
+    triton.runtime.driver.set_active(driver)
     triton.knobs.compilation.listener = on_compiled
     triton.knobs.compilation.always_compile = True  # a cached kernel has no ptxas log
-    triton.knobs.nvidia.dump_ptxas_log = True  # the thread that compiles prints the log to stdout
+    triton.knobs.nvidia.dump_ptxas_log = True  # the compiler prints the log to stdout
+    Autotuner.prune_configs = first_that_survives
     if reason := stages.unavailable(case["stage"]):
         sender.send(([], [], [case | {"reason": reason}]))
         return
-    if not all_configs:
-        Autotuner.prune_configs = first_that_survives
 
     heads = HEADS, case["kv_heads"], case["kv_heads"], HEADS, HEADS
     head_dim, value_dim = case["head_dim"], case["value_dim"] or case["head_dim"]
@@ -204,13 +170,13 @@ def _compile_case(sender, case, all_configs):
     sender.send((rows, errors, []))
 
 
-def _in_own_process(context, case, all_configs):
+def _in_own_process(context, case):
     """Compile a case in its own process, and return (rows, errors, unavailable).
 
     The new process has not cached any kernel. If the compiler crashes, only the new process ends.
     """
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_compile_case, args=(sender, case, all_configs))
+    process = context.Process(target=_compile_case, args=(sender, case))
     process.start()
     sender.close()  # the new process has its own copy; if the process dies, recv() raises EOFError
     try:
@@ -220,42 +186,29 @@ def _in_own_process(context, case, all_configs):
         return [], [case | {"error": f"the compiler's process died, exit code {process.exitcode}"}], []
 
 
-def compile_cases(cases, all_configs):
+def compile_cases(cases):
     """Compile every kernel of the cases in parallel on all CPU cores, with a progress line.
+
+    An autotuned kernel is compiled with the first configuration that the autotuner would try.
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`) and
             value_dim (None means head_dim).
-        all_configs: whether to compile every configuration that an autotuner would try, or only the first.
 
     Returns:
         Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
         `error`. An unavailable case, whose stage does not support the GPU, gets the key `reason`. A row describes a kernel. It
-        is the case's dict with these added keys:
-
-        - kernel: the kernel's name.
-        - config: the tile, the number of warps and the number of pipeline stages, as a text.
-        - registers: the number of registers per thread at launch.
-        - partition_registers: the result of `partition_registers`.
-        - spilled_bytes: the bytes that each thread stores and loads because of spills.
-        - shared_bytes: the bytes of shared memory per CTA.
-        - instructions: which instructions of `INSTRUCTIONS` the kernel has.
-        - ptx: a dict: opcode -> number of instructions.
-        - dots: the number of matmuls in the kernel's IR before most compiler passes.
-        - descriptors: the number of arguments that are descriptors.
-        - warnings: the warnings of ptxas.
+        is the case's dict with the keys of `_describe`. The number of matmuls, `dots`, is counted before most compiler passes.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # the new processes compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(_in_own_process, context, case, all_configs) for case in cases]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool, Progress(len(cases)) as bar:
+        futures = [pool.submit(_in_own_process, context, case) for case in cases]
         try:
-            with Progress(len(cases)) as bar:
-                for done, _ in enumerate(concurrent.futures.as_completed(futures), start=1):
-                    bar.begin(f"compiled {done} of {len(cases)} cases")
-                    bar.update(1)
+            for _ in concurrent.futures.as_completed(futures):
+                bar.update(1)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C no further case starts
     found = zip(*(future.result() for future in futures), strict=True)
@@ -263,25 +216,28 @@ def compile_cases(cases, all_configs):
 
 
 def table(rows: list[dict]) -> str:
-    """Format the rows as a table. A property of the case, such as the dtype, stands above it if all rows have one value."""
-    cells = [
-        {
-            "arch": row["arch"], "dtype": row["dtype"], "D": row["head_dim"], "Dv": row["value_dim"] or row["head_dim"],
-            "causal": row["causal"], "K/V heads": row["kv_heads"], "stage": stages.version(row["stage"]),
-            "kernel": row["kernel"].strip("_").removesuffix("_kernel"), "config": re.sub(r"[A-Za-z_]+=", "", row["config"]),
-            "regs": row["registers"], "spilled": row["spilled_bytes"],
-            "shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}", "instructions": " ".join(row["instructions"]),
-        }
-        for row in rows
-    ]  # fmt: skip
-    alike = {name: cells[0][name] for name in list(cells[0])[:6] if len({cell[name] for cell in cells}) == 1}
-    shown = [{name: str(value) for name, value in cell.items() if name not in alike} for cell in cells]
-    above = ", ".join(f"{name} {value}" for name, value in alike.items())
-    return f"{above}\n\n" * bool(above) + tabulate(shown, headers="keys")
+    """Format the rows as a table."""
+    names = {
+        "arch": "arch", "dtype": "dtype", "head_dim": "D", "value_dim": "Dv", "causal": "causal", "kv_heads": "K/V heads",
+        "kernel": "kernel", "registers": "regs", "spilled_bytes": "spilled",
+    }  # fmt: skip
+    return tabulate(
+        [
+            {"stage": stages.version(row["stage"]), **{shown: row[name] for name, shown in names.items()}}
+            | {"config": re.sub(r"[A-Za-z_]+=", "", row["config"]), "instructions": " ".join(row["instructions"])}
+            | {"shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}"}
+            for row in rows
+        ],
+        headers="keys",
+    )
 
 
 CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
-COMPARED = "registers", "spilled_bytes", "shared_bytes", "partition_registers", "ptx", "code"
+COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
+
+
+def _named(case: dict) -> str:
+    return " ".join(f"{name}={case[name]}" for name in CASE)
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
@@ -309,31 +265,22 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
 
     Kernels with the same case and name are compared in their order.
     """
-    found = []
-    for rows in (before, after):
-        of_name = collections.defaultdict(list)
+    old, new = collections.defaultdict(list), collections.defaultdict(list)
+    for kernels, rows in ((old, before), (new, after)):
         for row in rows:
-            of_name[tuple(row[name] for name in (*CASE, "kernel"))].append(row)
-        found.append({(*key, number): row for key, same in of_name.items() for number, row in enumerate(same)})
+            kernels[f"{row['kernel']} {_named(row)}"].append(row)
     lines = []
-    for key in found[0] | found[1]:
-        stage, arch, dtype, head_dim, _, causal, kv_heads, kernel, _ = key
-        mask = "causal" if causal else "full"
-        where = f"{stages.version(stage)} {kernel} sm_{arch} {dtype} D={head_dim} {mask} {kv_heads} K/V heads"
-        old, new = (rows.get(key) for rows in found)
-        if not old or not new:
-            lines.append(f"{where}: only {'after' if new else 'before'}")
+    pairs = [(name, *pair) for name in old | new for pair in itertools.zip_longest(old[name], new[name])]
+    for name, one, other in pairs:
+        if not one or not other:
+            lines.append(f"{name}: only {'after' if other else 'before'}")
             continue
-        changed = []
-        for name in COMPARED:
-            if name == "ptx":
-                counts = [collections.Counter(row["ptx"]) for row in (old, new)]
-                for sign, more in (("+", counts[1] - counts[0]), ("-", counts[0] - counts[1])):
-                    changed += [f"{sign}{number} {opcode}" for opcode, number in sorted(more.items())]
-            elif json.dumps(old[name]) != json.dumps(new[name]):
-                changed.append(f"{name} {old[name]} -> {new[name]}")
+        changed = [f"{what} {one[what]} -> {other[what]}" for what in COMPARED if one[what] != other[what]]
+        counts = [collections.Counter(row["ptx"]) for row in (one, other)]
+        for sign, more in (("+", counts[1] - counts[0]), ("-", counts[0] - counts[1])):
+            changed += [f"{sign}{number} {opcode}" for opcode, number in sorted(more.items())]
         if changed:
-            lines.append(f"{where}: {', '.join(changed)}")
+            lines.append(f"{name}: {', '.join(changed)}")
     return lines
 
 
@@ -343,60 +290,42 @@ def main(argv: list[str]) -> int:
     The status is 1 if a kernel does not compile, needs too much shared memory, or differs from the revision of `--against`. It
     is 2 if the stages have no kernel to compile.
     """
-    terminal.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m common.measure.aot",
-        description="Compile a stage's kernels for any GPU, without having the GPU. Report registers, spills, shared memory "
-        "and instructions. LIST is comma-separated.",
-    )
+    parser = command("common.measure.aot", __doc__)
+    usual, divisors = ",".join(map(str, USUAL_ARCHS)), [number for number in range(1, HEADS + 1) if HEADS % number == 0]
     add_list(parser, "--stage", ",".join(stages.names()))
-    archs = {str(arch): arch for arch in SHARED_LIMIT}
-    usual = ",".join(map(str, USUAL_ARCHS))
-    arch_help = f"compute capability: {', '.join(archs)} (default: %(default)s)"
-    parser.add_argument("--arch", type=list_of(one_of(archs)), default=usual, metavar="LIST", help=arch_help)
     for flag, default in (("--head-dim", "64,128"), ("--value-dim", None), ("--dtype", "float16"), ("--causal", "yes")):
         add_list(parser, flag, default)
-    kv_heads = {str(number): number for number in range(1, HEADS + 1) if HEADS % number == 0}
-    kv_help = f"K/V heads, shared by {HEADS} query heads: {', '.join(kv_heads)} (default: %(default)s)"
-    parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
-    parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
+    for flag, choices, default in (("--arch", SHARED_LIMIT, usual), ("--kv-heads", divisors, str(HEADS))):
+        help_text = f"any of {', '.join(map(str, choices))} (default: %(default)s)"
+        parser.add_argument(flag, type=list_of(one_of([*choices])), default=default, metavar="LIST", help=help_text)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
-    parser.add_argument(
-        "--against",
-        metavar="REV",
-        help="compare with the kernels of git revision REV: registers, spills, shared memory, PTX instructions",
-    )
-    arguments = parser.parse_args(argv)
+    against_help = "compare with the kernels of git revision REV: registers, spills, shared memory, PTX instructions"
+    parser.add_argument("--against", metavar="REV", help=against_help)
+    options = parser.parse_args(argv)
+    product = itertools.product(*(getattr(options, name) for name in CASE))
+    rows, errors, unavailable = compile_cases([dict(zip(CASE, values, strict=True)) for values in product])
 
-    product = itertools.product(*(getattr(arguments, name) for name in CASE))
-    cases = [dict(zip(CASE, values, strict=True)) for values in product]
-    rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
-
-    if rows and not arguments.against:
-        print(table(rows))
-    for name in arguments.stage:
-        if not any(row["stage"] == name for row in rows + errors + unavailable):
-            print(f"{name} launches no Triton kernel")
-    for line in dict.fromkeys(f"{case['stage']} {case['reason']}" for case in unavailable):
-        print(line)
-    for row in rows:
-        for warning in row["warnings"]:
-            print(f"warning: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {warning}")
     for row in rows:
         if row["shared_bytes"] > (limit := SHARED_LIMIT[row["arch"]]):
             needs = f"{row['kernel']} {row['config']} needs {row['shared_bytes']} bytes of shared memory, but a CTA has {limit}"
             errors.append(row | {"error": needs})
+    if rows and not options.against:
+        print(table(rows))
+    for line in dict.fromkeys(f"{case['stage']} {case['reason']}" for case in unavailable):
+        print(line)
+    for row in rows:
+        for warning in row["warnings"]:
+            print(f"warning: {row['kernel']} {_named(row)} {row['config']}: {warning}")
     for error in errors:
-        case = " ".join(f"{name}={error[name]}" for name in CASE)
-        print(f"error: {case}: {error['error']}", file=sys.stderr)
-    if arguments.json:
-        write_json(arguments.json, {"rows": rows, "errors": errors, "unavailable": unavailable})
+        print(f"error: {_named(error)}: {error['error']}", file=sys.stderr)
+    if options.json:
+        write_json(options.json, {"rows": rows, "errors": errors, "unavailable": unavailable})
     if not rows and not errors:
         print("nothing was compiled", file=sys.stderr)
         return 2
-    if arguments.against and not errors:
-        lines = differences(_at_revision(arguments.against, argv)["rows"], rows)
-        print(*lines, f"{len(rows)} kernels compared with {arguments.against}: {len(lines)} differ", sep="\n")
+    if options.against and not errors:
+        lines = differences(_at_revision(options.against, argv)["rows"], rows)
+        print(*lines, f"{len(rows)} kernels compared with {options.against}: {len(lines)} differ", sep="\n")
         return 1 if lines else 0
     return 1 if errors else 0
 

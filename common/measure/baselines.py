@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import stages
+from common.entry import Unavailable
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 
@@ -77,7 +78,9 @@ else:
 
 
 def refusal(impl: str, error: BaseException) -> str | None:
-    """Return the error's message if the error means that a baseline does not support a workload. Otherwise return None."""
+    """Return the reason if the error means that an implementation does not support a workload. Otherwise return None."""
+    if isinstance(error, Unavailable):
+        return str(error)
     if impl.startswith("flash-") and isinstance(error, (AssertionError, NotImplementedError, RuntimeError, ValueError)):
         return str(error)
     if impl.startswith("sdpa") and isinstance(error, RuntimeError):

@@ -5,7 +5,6 @@
 The four rates are those of a large matmul, of a large copy in memory, of reads from the L2 cache, and of empty kernels.
 """
 
-import argparse
 import statistics
 import sys
 
@@ -16,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from common.kernels import hopper
 from common.kernels.hopper import describe_tile, new_barriers
-from common.measure import machine, terminal
-from common.measure.options import json_path, write_json
+from common.measure import machine
+from common.measure.options import command, write_json
 from common.measure.timing import GpuTimer, copy_gbps, matmul_tflops
 from common.runtime import DEVICE, num_sms
 
@@ -81,10 +80,7 @@ def launch_us(timer: GpuTimer) -> float:
 
 def main(argv: list[str]):
     """Run the command line."""
-    terminal.prepare()
-    parser = argparse.ArgumentParser(prog="python -m common.measure.ceilings", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=json_path, help="the JSON file to write")
-    options = parser.parse_args(argv)
+    options = command("common.measure.ceilings", __doc__, "the JSON file to write").parse_args(argv)
     if reason := hopper.unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.ceilings {reason}")
     timer = GpuTimer()

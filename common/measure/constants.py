@@ -7,7 +7,6 @@ The host decides from constants, such as `FEW_SQUARES` in `forward_plan.py`. For
 choice and times forwards. The table compares the host's own choice with the fastest choice.
 """
 
-import argparse
 import contextlib
 import importlib
 import itertools
@@ -18,15 +17,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
 
-import triton.language as tl
-from triton.runtime.jit import JITCallable
-
 import stages
 from common import recording
-from common.kernels import order
-from common.measure import machine, terminal
 from common.measure.baselines import timed_call
-from common.measure.options import json_path, list_of, one_of, write_json
+from common.measure.options import command, list_of, one_of, write_cases
 from common.measure.timing import GpuTimer
 from common.measure.workloads import Workload, paper_shape
 from common.operator import HEAD_DIMS
@@ -47,14 +41,6 @@ class Decision:
     workloads: list[Workload]
 
 
-def _workloads(head_dims, lengths, causal, batches=(None,)) -> list[Workload]:
-    """Return forwards with these lengths. A batch of None has as many sequences as the papers' workloads."""
-    return [
-        Workload("fwd", batch or paper_shape(seq_len, head_dim)[0], 2048 // head_dim, seq_len, head_dim, mask, "float16")
-        for head_dim, seq_len, mask, batch in itertools.product(head_dims, lengths, causal, batches)
-    ]
-
-
 DECISIONS = {
     "splits": Decision(
         "into how many splits to divide the keys of one query (`splits_of`)",
@@ -69,32 +55,20 @@ DECISIONS = {
     "running": Decision(
         "whether to keep a running maximum instead of guessing it (`SHORT`, `FEW_KEY_TILES`)",
         (0, 1), lambda choice: {"SHORT": dict.fromkeys(HEAD_DIMS, ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
-        _workloads((64, 128, 256), (256, 512, 1024, 2048), (False, True), (1, 4, None)),
-    ),
-    "few rows": Decision(
-        "whether to take the tiles of `FEW_ROWS` up to D = 64 (`FEW_SQUARES`)",
-        (0, 1), lambda choice: {"FEW_SQUARES": ALWAYS if choice else NEVER}, lambda plan: int(plan.shape.queries == 128),
-        _workloads((64,), (256, 512, 1024, 2048), (False, True), (1, 2, 4)),
-    ),
-    "L2 share": Decision(
-        "how many MB of the L2 cache a group of heads may take (`l2_share`)",
-        (4, 8, 16, 32, 64), lambda megabytes: {"SHARE": tl.constexpr(megabytes << 20)}, lambda _: order.SHARE.value >> 20,
-        _workloads((64, 128), (512, 1024, 2048, 4096, 16384), (True,)),
+        [  # a batch of None has as many sequences as the papers' workloads
+            Workload("fwd", batch or paper_shape(seq_len, head_dim)[0], 2048 // head_dim, seq_len, head_dim, causal, "float16")
+            for head_dim, seq_len, causal, batch in itertools.product(
+                (64, 128, 256), (256, 512, 1024, 2048), (False, True), (1, 4, None)
+            )
+        ],
     ),
 }  # fmt: skip
 
 
 def _modules() -> list[ModuleType]:
-    """Return the modules of the newest stage's forward, and the order of tiles."""
+    """Return the modules of the newest stage's forward."""
     files = stages.files("forward", NEWEST)
-    return [order, *(importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}") for file in files)]
-
-
-def _forget():
-    """Make Triton read the global variables of all kernels anew, which it does when it computes a function's hash."""
-    for function in (value for module in _modules() for value in vars(module).values() if isinstance(value, JITCallable)):
-        function.hash, function.used_global_vals = None, {}
-        getattr(function, "device_caches", {}).clear()
+    return [importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}") for file in files]
 
 
 @contextlib.contextmanager
@@ -108,15 +82,11 @@ def forced(key: str, choice: int | None):
 
     values = {"plan": watched} | ({} if choice is None else DECISIONS[key].names(choice))
     with contextlib.ExitStack() as stack:
-        if "SHARE" in values:  # a constant of kernels
-            stack.callback(_forget)
         for module, (name, value) in itertools.product(_modules(), values.items()):
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, value))
         # A replay would repeat an earlier choice.
         stack.enter_context(mock.patch.object(recording, "is_watched", lambda: True))
-        if "SHARE" in values:
-            _forget()
         yield plans
 
 
@@ -137,26 +107,20 @@ def measure(key: str, workload: Workload, timer: GpuTimer) -> dict:
 
 def main(argv: list[str]):
     """Run the command line."""
-    terminal.prepare()
-    description = "Measure the constants by which the newest stage's forward divides its work."
-    parser = argparse.ArgumentParser(prog="python -m common.measure.constants", description=description)
-    parser.add_argument("file", type=json_path, help="the JSON file to write")
-    names = {key.replace(" ", "-"): key for key in DECISIONS}
-    parser.add_argument(
-        "--decision", type=list_of(one_of(names)), default=list(DECISIONS), metavar="LIST",
-        help=f"{', '.join(names)} (default: all)",
-    )  # fmt: skip
+    parser = command("common.measure.constants", __doc__, "the JSON file to write")
+    decisions = ",".join(DECISIONS)
+    parser.add_argument("--decision", type=list_of(one_of(DECISIONS.keys())), default=decisions, metavar="LIST", help=decisions)
     options = parser.parse_args(argv)
     if DEVICE != "cuda":
         raise SystemExit("measuring the constants needs a GPU, and there is none")
     if reason := stages.unavailable(NEWEST):
         raise SystemExit(f"{NEWEST} {reason}")
-    timer, facts, cases = GpuTimer(), machine.facts(), []
+    timer, cases = GpuTimer(), []
     for key in options.decision:
         for workload in DECISIONS[key].workloads:
             cases.append(measure(key, workload, timer))
             print(f"{key}, {workload.label}: {cases[-1]['own']} of {cases[-1]['us']}", flush=True)
-            write_json(options.file, {"machine_info": facts, "cases": cases})  # now, so that an error loses little
+            write_cases(options.file, cases)  # now, so that an error loses little
 
 
 if __name__ == "__main__":

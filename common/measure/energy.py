@@ -7,7 +7,6 @@ A GPU lowers its clock to stay within its power limit. At the limit, a call's ti
 an idea that saves cycles shortens a call only if it also saves energy.
 """
 
-import argparse
 import contextlib
 import ctypes
 import itertools
@@ -20,10 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from common.entry import Unavailable
-from common.measure import machine, terminal, workloads
+from common.measure import workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
-from common.measure.options import add_implementations, add_list, json_path, write_json
+from common.measure.options import add_implementations, add_list, command, write_cases
 from common.measure.timing import GpuTimer, seconds_of_row
 from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
@@ -49,15 +47,13 @@ class Gauges:
     """NVML's measurements of the GPU that PyTorch uses.
 
     Raises:
-        RuntimeError: NVML is missing, or does not support a measurement on this GPU.
+        OSError: NVML is missing.
+        RuntimeError: NVML does not support a measurement on this GPU.
     """
 
     def __init__(self):
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        try:
-            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError as error:
-            raise RuntimeError(f"NVML is missing: {error}") from None
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         self._device = ctypes.c_void_p()
         self._check(self._nvml.nvmlInit_v2())
         self._check(self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)))
@@ -130,53 +126,34 @@ def measure(call: Callable, gauges: Gauges, timer: GpuTimer) -> dict:
     }
 
 
-def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workload, Callable]]:
-    """Yield the implementation, the workload and the call of each case that the implementation supports.
-
-    Cases of one workload follow each other.
-    """
-    for workload, impl in itertools.product(shapes, impls):
-        try:
-            call = timed_call(impl, workload, workload.inputs())
-            call()
-        except Exception as error:
-            reason = str(error) if isinstance(error, Unavailable) else refusal(impl, error)
-            if not reason:
-                raise
-            print(f"{impl} {workload.label}: {reason}", file=sys.stderr)
-        else:
-            yield impl, workload, call
-
-
 def main(argv: list[str]):
-    """Run the command line."""
-    terminal.prepare()
-    description = "Measure the energy of a call, at the power limit of a GPU. LIST is comma-separated."
-    parser = argparse.ArgumentParser(prog="python -m common.measure.energy", description=description)
-    parser.add_argument("file", type=json_path, help="the JSON file to write")
+    """Run the command line. What an implementation does not support is named and left out."""
+    parser = command("common.measure.energy", __doc__, "the JSON file to write")
     add_implementations(parser, BASELINES, FROM)
-    add_list(parser, "--seq-len", "4096")
-    add_list(parser, "--head-dim", "64,128")
-    add_list(parser, "--causal", "no,yes")
+    for flag, default in (("--seq-len", "4096"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
+        add_list(parser, flag, default)
     options = parser.parse_args(argv)
     if INTERPRETED:
         raise SystemExit("measuring energy needs an NVIDIA GPU, and there is none")
     try:
         gauges = Gauges()
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise SystemExit(f"the energy of a call cannot be measured: {error}") from None
-    timer = GpuTimer()
-    shapes = [
-        Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
-        for pass_, head_dim, seq_len, causal in itertools.product(
-            ("fwd", "bwd"), options.head_dim, options.seq_len, options.causal
-        )
-    ]
-    measured = []
-    for impl, workload, call in cases(options.impl, shapes):
+    timer, measured = GpuTimer(), []
+    shapes = itertools.product(("fwd", "bwd"), options.head_dim, options.seq_len, options.causal, options.impl)
+    for pass_, head_dim, seq_len, causal, impl in shapes:
+        workload = Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
+        try:
+            call = timed_call(impl, workload, workload.inputs())
+            call()
+        except Exception as error:
+            if not (reason := refusal(impl, error)):
+                raise
+            print(f"{impl} {workload.label}: {reason}", file=sys.stderr)
+            continue
         measured.append({"impl": impl, **workload.record(), **measure(call, gauges, timer)})
         print(impl, workload.label, f"{measured[-1]['joules']:.3f} J", flush=True)
-    write_json(options.file, {"machine_info": {**machine.facts(), "limit_watts": gauges.limit_watts()}, "cases": measured})
+    write_cases(options.file, measured, limit_watts=gauges.limit_watts())
 
 
 if __name__ == "__main__":

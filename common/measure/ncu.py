@@ -31,8 +31,7 @@ import triton
 
 import stages
 from common.kernels.tuning import tuners
-from common.measure import machine, terminal
-from common.measure.options import add_list, json_path, workloads_of, write_json
+from common.measure.options import add_list, command, json_path, workloads_of, write_cases, write_json
 from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
@@ -42,7 +41,7 @@ READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write
 SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors that spills write; WRITTEN includes their bytes
 SECTOR = 32  # bytes in a sector
 MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # bytes between L2 cache and device memory; some GPUs lack them
-HEADS = 2  # the default; every head moves equally many bytes
+COUNTED_FOR = GPUS["h200"]  # kernels with fixed tiles are counted with their tiles for this GPU
 
 
 @triton.jit
@@ -50,8 +49,8 @@ def _case_begins_kernel(case):
     """Do nothing. The kernel's name marks where a case begins in the profile."""
 
 
-def launch(options):
-    """Run each case twice in the profiler. The first run compiles and tunes the kernels, and the second run is profiled."""
+def profiled_cases(options) -> list[dict]:
+    """Run each case in the profiler, and return the cases."""
     cases = []
     for name, workload in itertools.product(options.stage, options.workloads):
         stage = stages.load(name)
@@ -59,11 +58,11 @@ def launch(options):
         configs = {kernel: getattr(tuner, "best_config", None) for kernel, tuner in tuners(stage).items()}
         tuned = {kernel: [config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]] for kernel, config in configs.items() if config}
         cases.append({"impl": name, **workload.record(), "tuned": tuned})
-    write_json(options.file, cases)
+    return cases
 
 
 def show(label: str, call: Callable):
-    """Call `call` twice, and profile the second call as one case."""
+    """Call `call` twice. The first call compiles and tunes the kernels, and the second call is profiled as one case."""
     print(label, file=sys.stderr, flush=True)
     call()
     _case_begins_kernel[(1,)](0)
@@ -92,65 +91,56 @@ def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
     return cases
 
 
-def profile(module: str, options: Sequence[str], metrics: Sequence[str], optional: Sequence[str] = ()) -> dict:
-    """Profile `python -m module launch FILE options` with `ncu`. The profiled command writes the list of its cases to FILE.
+def add_in_profiler(parser: argparse.ArgumentParser):
+    """Add the option with which `profile` starts a command again: in the profiler, the command writes its cases to a file."""
+    parser.add_argument("--in-profiler", type=Path, help=argparse.SUPPRESS)
+
+
+def profile(module: str, argv: list[str], options, cases: Callable, metrics: Sequence[str], optional: Sequence[str] = ()):
+    """Profile a command with `ncu`, and write its cases to `options.file`, each with its list of "kernels" from `parse`.
 
     Args:
+        module: the command is `python -m module argv`, which calls this function.
+        options: the parsed options, with those of `add_in_profiler`.
+        cases: runs all cases in the profiler, and returns them.
         metrics: the metrics to measure.
         optional: more metrics to measure, if the GPU has them.
-
-    Returns:
-        A dict with "machine_info" and "cases". The cases are those of FILE, each with its list of "kernels" from `parse`.
 
     Raises:
         SystemExit: the machine has no GPU or no `ncu`, or `ncu` failed.
     """
+    if options.in_profiler:
+        return write_json(options.in_profiler, cases(options))
     if DEVICE != "cuda" or not shutil.which("ncu"):
         raise SystemExit("this command needs a GPU, and ncu on the PATH")
     listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=True).stdout
     available = {line.split()[0] for line in listed.splitlines() if line.strip()}
     metrics = [*metrics, *(metric for metric in optional if metric.split(".")[0] in available)]
     with tempfile.TemporaryDirectory() as directory:
-        log, cases = Path(directory, "ncu.csv"), Path(directory, "cases.json")
+        log, found = Path(directory, "ncu.csv"), Path(directory, "cases.json")
         profiler = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         profiler += ["--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(metrics)]
-        run = subprocess.run([*profiler, sys.executable, "-m", module, "launch", str(cases), *options], check=False)
+        run = subprocess.run([*profiler, sys.executable, "-m", module, *argv, f"--in-profiler={found}"], check=False)
         text = log.read_text() if log.exists() else ""
-        if run.returncode or not cases.exists():
+        if run.returncode or not found.exists():
             raise SystemExit(f"ncu failed:\n{text[-3000:]}")
-        measured = json.loads(cases.read_text())
+        measured = json.loads(found.read_text())
     for case, kernels in zip(measured, parse(text, metrics), strict=True):
         case["kernels"] = kernels
     version = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[-2]
-    return {"machine_info": machine.facts() | {"ncu": version}, "cases": measured}
-
-
-def as_flags(options, *names: str) -> list[str]:
-    """Return the options `names`, whose values are lists, as flags for the command line of another program."""
-    lists = {name: getattr(options, name) for name in names if getattr(options, name) != [None]}
-    return [f"--{name.replace('_', '-')}={','.join(map(str, values))}" for name, values in lists.items()]
-
-
-def measure(options):
-    """Run all cases under `ncu` and save the metrics of each kernel."""
-    selection = as_flags(options, "stage", "seq_len", "head_dim", "heads", "kv_heads", "value_dim")
-    write_json(options.file, profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), MEMORY))
+    write_cases(options.file, measured, ncu=version)
 
 
 def add_counts(options):
     """Count each case of the file on the interpreter, with the measured kernels' tiles. Add the counts to the file."""
     if DEVICE != "cpu":
         raise SystemExit("count works only on the interpreter: set TRITON_INTERPRET=1")
-    try:
-        result = json.loads(options.file.read_text())
-        cases = result["cases"]
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"{options.file} is not a file that measure has written: {error!r}") from None
-    for done, case in enumerate(cases, start=1):
-        print(f"\rcounting {done} of {len(cases)}", end="", file=sys.stderr, flush=True)
-        counted = count_stage(stages.load(case["impl"]), Workload.of(case), GPUS[options.gpu], case["tuned"])
+    result = json.loads(options.file.read_text())
+    for case in result["cases"]:
+        workload = Workload.of(case)
+        print(f"{case['impl']} {workload.label}", file=sys.stderr, flush=True)
+        counted = count_stage(stages.load(case["impl"]), workload, COUNTED_FOR, case["tuned"])
         case["counted"] = [asdict(launch) for launch in counted.launches]
-    print(file=sys.stderr)
     write_json(options.file, result)
 
 
@@ -190,28 +180,23 @@ def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
 
 def main(argv: list[str]):
     """Run the command line."""
-    terminal.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m common.measure.ncu",
-        description="Compare counted traffic with the traffic that Nsight Compute measures. LIST is comma-separated.",
-    )
-    parser.add_argument(
-        "what", choices=["measure", "count", "launch"], help="what to do; measure starts launch in the profiler"
-    )
+    parser = command("common.measure.ncu", __doc__)
+    parser.add_argument("what", choices=["measure", "count"], help="what to do")
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
-    parser.add_argument(
-        "--gpu", choices=GPUS, default="h200", help="count uses the fixed tiles for this GPU (default: %(default)s)"
-    )
-    available = [name for name in stages.names() if not stages.unavailable(name)]
+    add_in_profiler(parser)
+    available = ",".join(name for name in stages.names() if not stages.unavailable(name))
     for flag, default in (
-        ("--stage", ",".join(available)), ("--seq-len", "2048"), ("--head-dim", "64,128"), ("--heads", str(HEADS)),
-        ("--kv-heads", None), ("--value-dim", None),
+        ("--stage", available), ("--seq-len", "2048"), ("--head-dim", "64,128"), ("--heads", "2"), ("--kv-heads", None),
+        ("--value-dim", None),
     ):  # fmt: skip
         add_list(parser, flag, default)
     options = parser.parse_args(argv)
-    shapes = {name: getattr(options, name) for name in ("seq_len", "heads", "kv_heads", "value_dim")}
-    options.workloads = workloads_of(parser, pass_=("fwd", "bwd"), head_dim=options.head_dim, causal=(False, True), **shapes)
-    {"measure": measure, "launch": launch, "count": add_counts}[options.what](options)
+    shapes = {name: getattr(options, name) for name in ("head_dim", "seq_len", "heads", "kv_heads", "value_dim")}
+    options.workloads = workloads_of(parser, pass_=("fwd", "bwd"), causal=(False, True), **shapes)
+    if options.what == "count":
+        add_counts(options)
+    else:
+        profile("common.measure.ncu", argv, options, profiled_cases, (READ, WRITTEN, SPILLED), MEMORY)
 
 
 if __name__ == "__main__":

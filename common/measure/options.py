@@ -3,14 +3,13 @@
 import argparse
 import itertools
 import json
-import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import stages
-from common.measure import files
+from common.measure import files, machine, terminal
 from common.measure.workloads import DTYPES, Workload
 from common.operator import HEAD_DIMS
 
@@ -35,11 +34,12 @@ def list_of(parse: Callable) -> Callable:
     return single(lambda text: [parse(entry.strip()) for entry in text.split(",")])
 
 
-def one_of(choices: dict) -> Callable:
-    """Return a function that looks up a text in `choices`.
+def one_of(choices: Iterable) -> Callable:
+    """Return a function that looks up a text in `choices`: a dict from texts to values, or values, whose texts are their names.
 
     If `choices` lacks the text, the returned function raises ValueError with a list of the choices.
     """
+    choices = choices if isinstance(choices, dict) else {str(choice): choice for choice in choices}
 
     def parse(text):
         if text not in choices:
@@ -54,14 +54,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def positive_number(text: str) -> float:
-    """Parse a finite number above 0. Raise ValueError for other texts."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{text!r} is not a number above 0")
-    return number
 
 
 def sink(text: str) -> tuple[float, int, int | None]:
@@ -91,14 +83,12 @@ def json_path(text: str) -> Path:
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
     if reason := unwritable(path.parent):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}")
     return path
 
 
-HEAD_DIM = one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS})
+HEAD_DIM = one_of(HEAD_DIMS)
 
 LISTS = {  # option that takes a list -> (function that converts an item, help text)
     "--stage": (stages.resolve, "such as {version} or {stage}"),
@@ -108,7 +98,7 @@ LISTS = {  # option that takes a list -> (function that converts an item, help t
     "--kv-heads": (positive, "any divisor of the heads (default: as many as heads)"),
     "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: the head dimension)"),
     "--causal": (one_of({"no": False, "yes": True}), "no, yes"),
-    "--dtype": (one_of({name: name for name in DTYPES}), ", ".join(DTYPES)),
+    "--dtype": (one_of(DTYPES.keys()), ", ".join(DTYPES)),
 }
 
 
@@ -131,20 +121,11 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
 
     The default is all baselines, and all stages from position `first` on, without dead ends.
     """
-    baselines = list(baselines)
-
-    def implementation(text):
-        if text in baselines:
-            return text
-        try:
-            return stages.resolve(text)
-        except ValueError as error:
-            raise ValueError(f"{error}; the baselines are {', '.join(baselines)}") from None
-
     usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
-    usual = ",".join([*baselines, *usual])
-    help_text = "implementations to measure (default: %(default)s)"
-    parser.add_argument("--impl", type=list_of(implementation), default=usual, metavar="LIST", help=help_text)
+    parser.add_argument(
+        "--impl", type=list_of(lambda text: text if text in baselines else stages.resolve(text)), metavar="LIST",
+        default=",".join([*baselines, *usual]), help="baselines and stages to measure (default: %(default)s)",
+    )  # fmt: skip
 
 
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
@@ -160,9 +141,23 @@ def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
         parser.error(f"argument --kv-heads: {error}")
 
 
+def command(module: str, description: str, file: str | None = None) -> argparse.ArgumentParser:
+    """Prepare the output of `python -m module`, and return its parser. `file` describes the JSON file that it writes."""
+    terminal.prepare()
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description.partition("\n")[0])
+    if file:
+        parser.add_argument("file", type=json_path, help=file)
+    return parser
+
+
 def write_json(path: Path, content):
     """Write a JSON file. Raise SystemExit with the reason if this fails."""
     try:
         files.replace(path, json.dumps(content, indent=1))
     except OSError as error:  # the directory may have changed since `json_path` checked it
         raise SystemExit(f"{path} cannot be written: {error.strerror}") from None
+
+
+def write_cases(path: Path, cases: list[dict], **facts):
+    """Write measured cases with the facts of this machine, and further facts."""
+    write_json(path, {"machine_info": machine.facts() | facts, "cases": cases})

@@ -39,7 +39,10 @@ def _scores(q, k, causal, scale, first, diagonal):
     """Return the scores of some query rows, starting with row `first`."""
     s = (q @ k.mT).mul_(scale)  # [heads, rows, Sk]
     if causal:
-        s.masked_fill_(~torch.ones_like(s, dtype=torch.bool).tril(first + diagonal), float("-inf"))
+        rows, keys = (torch.arange(size, device=s.device) for size in s.shape[1:])
+        rows += first
+        last = rows + (diagonal[rows] if isinstance(diagonal, Tensor) else diagonal)  # each row's last visible key
+        s.masked_fill_(keys > last[:, None], float("-inf"))
     return s
 
 
@@ -124,7 +127,7 @@ def _each_head(function, precision, q, k, v, grad_out, grad_lse, **options):
 
 
 def truth(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int | Tensor = 0,
     grad_lse: Tensor | None = None,
 ) -> dict:  # fmt: skip
     """Compute attention in float64, on the inputs' device.
@@ -134,7 +137,7 @@ def truth(
         k: [B, Hkv, Sk, D]. H must be a multiple of Hkv.
         v: [B, Hkv, Sk, Dv].
         grad_out: [B, H, Sq, Dv], the gradient of the output. None leaves the gradients out.
-        diagonal: if causal, query i sees the keys j <= i + diagonal.
+        diagonal: if causal, query i sees the keys j <= i + diagonal. A tensor [Sq] gives each query a diagonal of its own.
         grad_lse: [B, H, Sq], the gradient of the LSE. It needs `grad_out`. None means zeros.
 
     Returns:
@@ -148,7 +151,7 @@ def truth(
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int | Tensor = 0,
     grad_lse: Tensor | None = None,
 ) -> dict:  # fmt: skip
     """Compute attention in plain PyTorch, to find how large an error is normal.

@@ -4,10 +4,9 @@
     python -m common.measure.sanitize --tool racecheck --stage v25,v29
 
 The tools do not understand every barrier and instruction, so some of their reports are false. `KNOWN` lists the false reports.
-The run fails if a tool gives a report that is not in `KNOWN`, or if a report in `KNOWN` is missing.
+The run fails if a tool gives a report that is not in `KNOWN`.
 """
 
-import argparse
 import collections
 import itertools
 import linecache
@@ -24,9 +23,8 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 import stages
-from common.measure import terminal
 from common.measure.aot import first_that_survives
-from common.measure.options import list_of, one_of
+from common.measure.options import add_list, command, list_of, one_of
 from common.measure.workloads import DTYPES
 from common.runtime import DEVICE
 
@@ -62,40 +60,31 @@ class Report:
 
 @dataclass(frozen=True)
 class Known:
-    """A false report that a tool gives on some stages. All source lines of the report match the regular expression `lines`."""
+    """A false report of a tool on a kernel. All source lines of the report match the regular expression `lines`."""
 
     tool: str
-    stages: tuple[str, ...]
     kernel: str
     lines: str
     reason: str
 
     def explains(self, report: Report) -> bool:
-        """Return whether a report, of this tool on one of these stages, is this false report."""
+        """Return whether a report of this tool is this false report."""
         lines = (linecache.getline(*place) for place in report.lines)
         return report.kernel == self.kernel and bool(report.lines) and all(re.search(self.lines, line) for line in lines)
 
 
-def _with(text: str) -> tuple[str, ...]:
-    """Return the stages whose forward has `text` in its source."""
-    return tuple(
-        name for name in stages.names() if any(text in stages.source(name, file) for file in stages.files("forward", name))
-    )
-
-
-TOLD, ROLES, BY_COMPILER = _with("next_tiles.number.index("), _with("gl.warp_specialize("), _with(" warp_specialize=")
 TILE = "the mbarriers next_tiles.full and queries.empty separate the store of a tile's number from its loads"
 STATE = "the compiler's own barriers separate the writes and reads of the arguments that it passes to the other warps"
 COPIED = "the compiler's own mbarriers separate the copies of Q from the reads of its rows"
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
-    Known("racecheck", TOLD, "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
+    Known("racecheck", "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
     # The reports with the reason STATE name the kernel's first line, and the line that splits the warps into roles. Some
     # forwards split the warps inside an `if`. Then the report may name the `if` instead.
-    Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
-    Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
-    Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
-    Known("initcheck", BY_COMPILER, "_forward_kernel", r"tl\.make_tensor_descriptor\(", DESCRIBED),
+    Known("racecheck", "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
+    Known("racecheck", "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
+    Known("racecheck", "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
+    Known("initcheck", "_forward_kernel", r"tl\.make_tensor_descriptor\(", DESCRIBED),
 )
 
 
@@ -179,16 +168,11 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line, and return the exit status: 1 if a report is new or a known report is missing."""
-    terminal.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m common.measure.sanitize",
-        description="Run the stages under NVIDIA's compute-sanitizer. LIST is comma-separated.",
-    )
-    tools = {tool: tool for tool in TOOLS}
-    for flag, parse_entry, default in (("--tool", one_of(tools), TOOLS), ("--stage", stages.resolve, stages.names())):
-        help_text = "(default: %(default)s)"
-        parser.add_argument(flag, type=list_of(parse_entry), default=",".join(default), metavar="LIST", help=help_text)
+    """Run the command line, and return the exit status: 1 if a report is new."""
+    parser = command("common.measure.sanitize", __doc__)
+    tools = ",".join(TOOLS)
+    parser.add_argument("--tool", type=list_of(one_of(TOOLS.keys())), default=tools, metavar="LIST", help=f"any of {tools}")
+    add_list(parser, "--stage", ",".join(stages.names()))
     options = parser.parse_args(argv)
     if DEVICE != "cuda" or not shutil.which("compute-sanitizer"):
         raise SystemExit("this command needs a GPU, and compute-sanitizer on the PATH")
@@ -198,18 +182,13 @@ def main(argv: list[str]) -> int:
         if reason := stages.unavailable(stage):
             print(f"{tool} {stage}: n/a, it {reason}")
             continue
-        entries = [entry for entry in KNOWN if entry.tool == tool and stage in entry.stages]
-        findings, known = [], collections.Counter()
+        lines, new = [], False
         for report, times in sanitize(tool, stage).items():
-            if entry := next((entry for entry in entries if entry.explains(report)), None):
-                known[entry] += times
-            else:
-                findings.append(f"NEW, {times} x {report}")
-        findings += [f"the known report on {entry.lines} in {entry.kernel} is missing" for entry in entries if not known[entry]]
-        failed = failed or bool(findings)
-        print(f"{tool} {stage}: {'FAILED' if findings else 'passed'}", flush=True)
-        for line in findings + [f"known, {times} x {entry.kernel}: {entry.reason}" for entry, times in known.items() if times]:
-            print(f"  {line}")
+            known = next((entry for entry in KNOWN if entry.tool == tool and entry.explains(report)), None)
+            lines.append(f"known, {times} x {known.kernel}: {known.reason}" if known else f"NEW, {times} x {report}")
+            new = new or not known
+        failed = failed or new
+        print(f"{tool} {stage}: {'FAILED' if new else 'passed'}", *lines, sep="\n  ", flush=True)
     return int(failed)
 
 

@@ -17,14 +17,12 @@ import itertools
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stages
@@ -32,7 +30,8 @@ from common.entry import Unavailable
 from common.measure import machine, reference, terminal
 from common.measure.baselines import call_of
 from common.measure.footprint import footprint
-from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, single, write_json
+from common.measure.options import add_list, json_path, list_of, one_of, positive, single, write_json
+from common.measure.timing import GpuTimer
 from common.measure.workloads import DTYPES, Workload
 from common.ring import Ring, ring_attention, shard, unshard
 from common.runtime import DEVICE
@@ -40,22 +39,15 @@ from common.runtime import DEVICE
 ON_GPUS = DEVICE == "cuda"
 # The backends of PyTorch's SDPA. On several GPUs, PyTorch's context parallelism calls them.
 SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION} if ON_GPUS else {}
-if ON_GPUS:
-    TOKENS, HEADS, HEAD_DIMENSION = "8192,32768", 16, 128
-else:  # sizes that the interpreter runs in seconds
-    TOKENS, HEADS, HEAD_DIMENSION = "16", 2, 16
-GPUS = 2
-MILLION, MILLION_HEADS = 2**20, 8  # with --million: number of tokens of the sequence, and number of heads
+# Tokens per GPU, heads and head dimensions. Without GPUs, these are sizes that the interpreter runs in seconds.
+TOKENS, HEADS, HEAD_DIMENSIONS = ("8192,32768", "16", "128") if ON_GPUS else ("16", "2", "16")
+MILLION = 2**20  # number of tokens of the sequence with --million
 PASSES = ("fwd", "fwd+bwd")
 
-TIMEOUT_S = 240  # a rank waits at most this long for another rank, which may compile and tune kernels meanwhile
-LIMIT_S = 140  # a run starts no case after this many seconds
-GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its check: on GPUs, and on the interpreter
-SPIN_CYCLES = 10_000_000  # a GPU spins this many cycles (5 ms) before each round, while the CPU queues launches
+TIMEOUT = datetime.timedelta(minutes=4)  # a rank waits so long for another rank, which may compile and tune kernels meanwhile
+SPIN_S = 5e-3  # a GPU spins so long before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
-WARM_UP = 3  # number of untimed calls
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds together; minimum and maximum number of rounds
-SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call of more than SLOW_S seconds gets no warm-up and only SLOW_ROUNDS rounds
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 3, 30  # GPU time of all rounds together; minimum and maximum number of rounds
 
 
 def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
@@ -110,8 +102,7 @@ def attention_of(impl: str, group, causal: bool):
                 raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
             _cp_options.enable_load_balance = causal  # with a causal mask, a rank gets the chunks that `shard` selects
             some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires some tensor
-            mesh = DeviceMesh.from_group(group, DEVICE)
-            context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
+            context = context_parallel(DeviceMesh.from_group(group, DEVICE), buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
             stack.callback(context.__exit__, None, None, None)  # PyTorch 2.11 restores SDPA only if __exit__ gets no error
         # The context replaces the SDPA function in the module `F`, so each call must look the function up in `F`.
@@ -120,45 +111,8 @@ def attention_of(impl: str, group, causal: bool):
         )
 
 
-def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
-    """Return this rank's part of q, k, v and the output's gradient.
-
-    The elements are normally distributed, and differ on each rank.
-    """
-    w, size = workload, dist.get_world_size(group)
-    generator = torch.Generator(DEVICE).manual_seed(dist.get_rank(group))
-    shapes = [(w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim)]
-    return tuple(
-        torch.randn(
-            w.batch, heads, w.seq_len // size, columns, generator=generator, device=DEVICE, dtype=DTYPES[w.dtype]
-        )
-        for heads, columns in shapes
-    )  # fmt: skip
-
-
-def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) -> dict:
-    """Call `truth` or `plain` of `common.measure.reference` for the queries at `positions`, with all keys that they see."""
-    if not causal:
-        return function(q, k, v, False, scale, grad_out)
-
-    def together(above, below):
-        joined = {}
-        for name, result in above.items():
-            if name == "magnitudes":
-                joined[name] = together(result, below[name])
-            else:
-                joined[name] = result + below[name] if name in ("dk", "dv") else torch.cat((result, below[name]), 2)
-        return joined
-
-    def of_row(at, position):
-        gradient = None if grad_out is None else grad_out[:, :, at : at + 1]
-        return function(q[:, :, at : at + 1], k, v, True, scale, gradient, diagonal=position)
-
-    return functools.reduce(together, itertools.starmap(of_row, enumerate(positions)))
-
-
 def check(attend: Callable, workload: Workload, group):
-    """Raise AssertionError on each rank unless the results are within the bounds of `common.measure.reference`.
+    """Raise AssertionError on each rank unless O, dQ, dK and dV are within the bounds of `common.measure.reference`.
 
     The check compares only the first K/V head and its query heads. It compares dK and dV of all keys. The sequence has two
     chunks for each rank. In each chunk, the check compares O and dQ of some query rows, including the first and the last row.
@@ -166,34 +120,25 @@ def check(attend: Callable, workload: Workload, group):
     compared must be finite.
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
-    q, k, v, grad_out = inputs(w, group)
-    chunk = w.seq_len // (2 * size)
-    some = {(chunk - 1) * at // (CHECKED_ROWS - 1) for at in range(CHECKED_ROWS)}
-    positions = [first + row for first in range(0, w.seq_len, chunk) for row in sorted(some)]
-    heads = slice(w.heads // w.kv_heads)
-    if w.pass_ == "fwd":
-        parts = {"out": attend(q, k, v)}
-    else:
-        sparse = torch.zeros_like(grad_out)
-        rows = shard(torch.zeros(w.seq_len, dtype=torch.bool).index_fill(0, torch.tensor(positions), True), 0, group)
-        sparse[:, heads, rows] = grad_out[:, heads, rows]
-        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        out = attend(*leaves)
-        gradients = torch.autograd.grad(out, leaves, sparse)
-        parts = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
-    wrong = [name for name, part in parts.items() if not part.isfinite().all()]
-    of_queries = {"q": q.detach(), "grad_out": grad_out} | {name: parts[name] for name in ("out", "dq") if name in parts}
-    of_keys = {"k": k.detach(), "v": v.detach()} | {name: parts[name] for name in ("dk", "dv") if name in parts}
-    del parts
-    whole = {name: unshard(part[:, heads], 2, group)[:, :, positions] for name, part in of_queries.items()}
-    whole |= {name: unshard(part[:, :1], 2, group) for name, part in of_keys.items()}
+    chunk, heads = w.seq_len // (2 * size), w.heads // w.kv_heads
+    some = torch.linspace(0, chunk - 1, CHECKED_ROWS).long().unique()
+    rows = (torch.arange(0, w.seq_len, chunk)[:, None] + some).flatten().to(DEVICE)
+    q, k, v, grad_out = w.inputs()  # the same on each rank
+    problem = q[:, :heads, rows], k[:, :1], v[:, :1], w.causal, w.head_dim**-0.5, grad_out[:, :heads, rows]
+    sparse = torch.zeros_like(grad_out)
+    sparse[:, :heads, rows] = problem[-1]
+    leaves = [shard(tensor, 2, group).requires_grad_() for tensor in (q, k, v)]
+    out = attend(*leaves)
+    parts = out.detach(), *torch.autograd.grad(out, leaves, shard(sparse, 2, group))
+    results = dict(zip(("out", "dq", "dk", "dv"), parts, strict=True))
+    wrong = [name for name, part in results.items() if not part.isfinite().all()]
     verdict = f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None
+    whole = {name: unshard(results[name][:, :heads], 2, group)[:, :, rows] for name in ("out", "dq")}
+    whole |= {name: unshard(results[name][:, :1], 2, group) for name in ("dk", "dv")}
     if rank == 0 and not wrong:
-        few_q, all_k, all_v, few_grad = (whole.pop(name) for name in ("q", "k", "v", "grad_out"))
-        options = w.causal, w.head_dim**-0.5, None if w.pass_ == "fwd" else few_grad, positions
-        truth, plain = (_of_rows(each, few_q, all_k, all_v, *options) for each in (reference.truth, reference.plain))
+        diagonal = rows - torch.arange(len(rows), device=DEVICE)
         try:
-            reference.assert_correct(whole, truth, plain)
+            reference.assert_correct(whole, *(each(*problem, diagonal) for each in (reference.truth, reference.plain)))
         except AssertionError as error:
             verdict = str(error)
     every = [None] * size
@@ -201,42 +146,35 @@ def check(attend: Callable, workload: Workload, group):
     assert not any(every), "; ".join(filter(None, every))
 
 
-def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
-    """Return each round's seconds on this rank's GPU, and whether the CPU was ahead of the GPU in at least half of the rounds.
+class _Together(GpuTimer):
+    """A timer whose rounds begin on all GPUs of a group together: the GPUs wait for each other in a reduction."""
 
-    In a round, the GPU spins, waits for the other GPUs, records an event, runs the call, and records another event. During the
-    spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all GPUs begin the call together.
-    """
-    token, events, exposed = torch.ones(1, device=DEVICE), [], 0
-    for _ in range(count):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SPIN_CYCLES)
-        dist.all_reduce(token, group=group)
-        start.record()
-        call()
-        exposed += start.query()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in events], 2 * exposed <= count
+    def __init__(self, group):
+        self.group = group
+        super().__init__()
+
+    def clear_cache(self):
+        super().clear_cache()
+        dist.all_reduce(self._cache_filler[:1], group=self.group)
+
+    def slowest(self, call: Callable, count: int, warm_up: int) -> tuple[list[float], bool]:
+        """Return the seconds of the slowest rank in each round, and whether this rank's launches were hidden."""
+        seconds, exposed = self._rounds(call, count, SPIN_S, warm_up)
+        times = torch.tensor(seconds, device=DEVICE, dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX, self.group)
+        return times.tolist(), not exposed
+
+
+_timer = functools.cache(_Together)
 
 
 def timed(call: Callable, group) -> dict:
     """Measure a call's time until the last rank is done. Return the median and interquartile range of the rounds, in ms."""
-
-    def slowest(count):
-        """Return the time of the slowest rank in each round, and whether this rank's CPU was ahead of the GPU."""
-        seconds, hidden = _rounds(call, group, count)
-        times = torch.tensor(seconds, device=DEVICE, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group)
-        return times.tolist(), hidden
-
+    timer = _timer(group)
     call()
-    ((estimate,), _), count = slowest(1), SLOW_ROUNDS
-    if estimate < SLOW_S:
-        _rounds(call, group, WARM_UP)
-        count = max(FEWEST_ROUNDS, min(int(ROUNDS_S / estimate), MOST_ROUNDS))
-    times, hidden = slowest(count)
+    (estimate,), _ = timer.slowest(call, 1, 0)
+    count = max(FEWEST_ROUNDS, min(int(ROUNDS_S / estimate), MOST_ROUNDS))
+    times, hidden = timer.slowest(call, count, 1 + count // 10)
     lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
     return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": count, "launch_hidden": hidden}
 
@@ -246,7 +184,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
-        call, found = call_of(attend, workload, inputs(workload, group)), {}
+        call, found = call_of(attend, workload, [shard(tensor, 2, group) for tensor in workload.inputs()]), {}
         if impl not in SDPA:
             with counted_sends() as sent:
                 call()
@@ -267,10 +205,10 @@ def _failure(error: Exception) -> dict:
     return {"failure": kind, "note": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
-def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: str, group) -> dict:
-    """Measure how fast each rank sends a block of K and V to the next rank while the GPUs do nothing else."""
-    shape = 1, kv_heads or heads, tokens, head_dim
-    blocks = [[torch.randn(shape, device=DEVICE, dtype=DTYPES[dtype]) for _ in "kv"] for _ in range(2)]
+def link(workload: Workload, tokens: int, group) -> dict:
+    """Measure how fast each rank sends a workload's K and V of some tokens to the next rank while the GPUs do nothing else."""
+    shape, dtype = (1, workload.kv_heads, tokens, workload.head_dim), DTYPES[workload.dtype]
+    blocks = [[torch.randn(shape, device=DEVICE, dtype=dtype) for _ in "kv"] for _ in range(2)]
     ring = Ring(group)
 
     def call():
@@ -282,171 +220,97 @@ def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: st
     return {"tokens": tokens, "ranks": ring.size, "bytes": size, **found, "gbps": size / found["ms"] / 1e6}
 
 
-def spoken(record: dict) -> str:
-    """Return what a record says of its case: the reason why it was not measured, its time, or its bytes."""
-    if "failure" in record:
-        return f"{record['failure']} {record.get('note', '')}".rstrip()
-    if "ms" not in record:
-        return f"{record['sent_bytes']} bytes sent, {record['sent_formula']} by the formula"
-    exposed = "" if record["launch_hidden"] else ", with time of the CPU"
-    return f"{record['ms']:.3f} ± {record['iqr_ms']:.3f} ms, {record['tflops']:.0f} TFLOP/s a GPU{exposed}"
-
-
-def add_gpus(parser: argparse.ArgumentParser):
-    """Add --gpus, the number of ranks that `start_ranks` starts."""
-    parser.add_argument(
-        "--gpus", type=single(positive), default=GPUS, help="number of GPUs that share a sequence (default: %(default)s)"
-    )
-
-
-def start_ranks(module: str, argv: list[str], parse: Callable):
-    """Replace this process by torchrun, which starts `module` once for each GPU.
-
-    Args:
-        parse: a function that parses the options for a number of GPUs. If the options are wrong, the function ends this process
-            before any rank starts.
-    """
-    parser = argparse.ArgumentParser(add_help=False)
-    add_gpus(parser)
-    gpus = parser.parse_known_args(argv)[0].gpus
-    parse(gpus)
+def start_ranks(module: str, argv: list[str], gpus: int):
+    """Replace this process by torchrun, which starts `python -m module` with the options `argv` once for each GPU."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={gpus}"]
     os.execv(sys.executable, [*run, "-m", module, *argv])
 
 
-def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
+def parse_options(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
-    add_gpus(parser)
-    add_list(parser, "--stage", stages.version(stages.recommended()))
-    passes = list_of(one_of({name: name for name in PASSES}))
-    parser.add_argument("--pass", dest="passes", type=passes, default=list(PASSES), metavar="LIST", help="of fwd,fwd+bwd")
+    gpus_help = "number of GPUs that share a sequence (default: %(default)s)"
+    parser.add_argument("--gpus", type=single(positive), default=2, help=gpus_help)
     tokens_help = "even numbers of tokens per GPU (default: %(default)s)"
     parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
-    parser.add_argument("--heads", type=single(positive), default=HEADS, help="(default: %(default)s)")
-    parser.add_argument("--kv-heads", type=single(positive), help="K/V heads (default: as many as heads)")
-    parser.add_argument("--head-dim", type=single(HEAD_DIM), default=HEAD_DIMENSION, help="(default: %(default)s)")
-    for flag, default in (("--causal", "yes"), ("--dtype", "bfloat16")):
+    parser.add_argument("--pass", type=list_of(one_of(PASSES)), default=",".join(PASSES), metavar="LIST", help="of %(default)s")
+    for flag, default in (
+        ("--stage", stages.version(stages.recommended())), ("--heads", HEADS), ("--kv-heads", None),
+        ("--head-dim", HEAD_DIMENSIONS), ("--causal", "yes"), ("--dtype", "bfloat16"),
+    ):  # fmt: skip
         add_list(parser, flag, default)
-    million_help = f"only stages, with {MILLION} tokens over all GPUs and {MILLION_HEADS} heads"
+    million_help = f"only stages, only on all GPUs together, with {MILLION} tokens"
     parser.add_argument("--million", action="store_true", help=million_help)
-    limit_help = "start no case after this many seconds (default: %(default)s)"
-    parser.add_argument("--limit", type=single(positive), default=LIMIT_S, metavar="SECONDS", help=limit_help)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run to FILE")
-    chosen = parser.parse_args(argv)
-    if chosen.million:
-        chosen.tokens, chosen.heads, chosen.kv_heads = [MILLION // world], MILLION_HEADS, None
-    if any(tokens % 2 for tokens in chosen.tokens):
+    options = parser.parse_args(argv)
+    options.gpus = int(os.environ.get("WORLD_SIZE", options.gpus))  # torchrun sets WORLD_SIZE
+    options.tokens = [MILLION // options.gpus] if options.million else options.tokens
+    if any(tokens % 2 for tokens in options.tokens):
         parser.error("argument --tokens: each entry must be an even number, because each GPU gets two chunks of the sequence")
-    if chosen.heads % (chosen.kv_heads or 1):
-        parser.error(f"argument --kv-heads: {chosen.kv_heads} K/V heads do not divide {chosen.heads} heads")
-    return chosen
+    try:
+        options.cases = cases(options)
+    except ValueError as error:
+        parser.error(f"argument --kv-heads: {error}")
+    return options
 
 
-def cases(options, world: int) -> list[tuple[str, Workload, int]]:
+def cases(options) -> list[tuple[str, Workload, int]]:
     """Return (implementation, workload, number of ranks) of each case, on 1, 2, 4, … and all ranks.
 
     Cases for weak scaling have equally many tokens per rank. Cases for strong scaling have equally long sequences.
     """
-    sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
+    world, impls = options.gpus, [*([] if options.million else SDPA), *options.stage]
+    sizes = [world] if options.million else sorted({*(2**power for power in range(world.bit_length())), world})
     points = {}  # the distinct pairs (number of ranks, sequence length), in order
     for tokens, size in itertools.product(options.tokens, sizes):
         points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
-    impls = [*SDPA, *options.stage]
-    if options.million:
-        points, impls = {(world, world * options.tokens[0]): None}, options.stage
-    shape = {"heads": options.heads, "kv_heads": options.kv_heads, "head_dim": options.head_dim}
+    names = "dtype", "causal", "heads", "kv_heads", "head_dim"
+    shapes = itertools.product(*(getattr(options, name) for name in names), points, vars(options)["pass"], impls)
     return [
-        (impl, Workload(pass_, batch=1, seq_len=seq_len, causal=causal, dtype=dtype, **shape), ranks)
-        for dtype, causal, (ranks, seq_len), pass_ in itertools.product(options.dtype, options.causal, points, options.passes)
-        for impl in impls
+        (impl, Workload(pass_, batch=1, seq_len=seq_len, **dict(zip(names, shape, strict=True))), ranks)
+        for *shape, (ranks, seq_len), pass_, impl in shapes
     ]
 
 
-def begin() -> dict:
-    """Join the group of all ranks that torchrun's environment describes.
-
-    Return a dict: number n -> group of the first n ranks. NCCL's stream has a high priority, so that NCCL's CTAs start before
-    the stage's waiting CTAs.
-    """
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-
-    def settings():
-        if not ON_GPUS:
-            return {"timeout": timeout}
-        chosen = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        chosen._timeout = timeout
-        return {"timeout": timeout, "pg_options": chosen}
-
-    if ON_GPUS:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo", **settings())
-    return {size: dist.new_group(list(range(size)), **settings()) for size in range(1, dist.get_world_size() + 1)}
-
-
-def _facts(world: int) -> dict:
-    facts = machine.facts()
-    if ON_GPUS:
-        names = [torch.cuda.get_device_name(device) for device in range(world)]
-        facts["gpus"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-        facts["nccl"] = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
-        facts["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-    return facts
-
-
-def _of_rank_0(value):
-    """Return rank 0's value on all ranks. Only the CPUs wait for this value, not the GPUs."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run one rank. Return the exit status, which is 1 if a result was wrong or a stage failed."""
     terminal.prepare()
-    begun = time.perf_counter()
+    options = parse_options(argv)
     if "WORLD_SIZE" not in os.environ:
-        start_ranks("common.measure.scaling", sys.argv[1:] if argv is None else argv, lambda gpus: parse_options(argv, gpus))
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    options = parse_options(argv, world)
-    groups = begin()
-    to_do, run = cases(options, world), {"machine_info": _facts(world), "records": [], "links": []}
-
-    def say(text, end="\n"):
-        if rank == 0:
-            print(text, end=end, flush=True)
-
-    each = GPU_CASE_S if ON_GPUS else CASE_S
-    say(f"{world} ranks, {len(to_do)} cases, about {each * len(to_do):.0f} s; longer if kernels are compiled and tuned first.")
-    for impl, workload, size in to_do:
-        record = {"impl": impl, **workload.record(), "ranks": size}
-        say(f"[{time.perf_counter() - begun:.0f} s] {workload.label} {impl} on {size}: ", end="")
-        if _of_rank_0(time.perf_counter() - begun > options.limit):
-            record |= {"failure": "left out", "note": f"the run's limit of {options.limit} s had passed"}
-        elif rank < size:
+        start_ranks("common.measure.scaling", argv, options.gpus)
+    if ON_GPUS:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # NCCL's stream has a high priority, so that NCCL's CTAs start before the stage's waiting CTAs.
+    os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo", timeout=TIMEOUT)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = {size: dist.new_group(list(range(size)), timeout=TIMEOUT) for size in range(1, world + 1)}
+    run = {"machine_info": machine.facts(), "records": [], "links": []}
+    for impl, workload, size in options.cases:
+        case = [{}]
+        if rank < size:
             try:
-                found = measure(impl, workload, groups[size])
+                case = [measure(impl, workload, groups[size])]
             except Exception as error:  # continue with the other cases
-                found = _failure(error)
-            record |= found
-            if ON_GPUS:
-                torch.cuda.empty_cache()
-        record = _of_rank_0(record)
-        run["records"].append(record)
-        say(spoken(record))
-    if ON_GPUS and world > 1:
-        shape = options.heads, options.kv_heads, options.head_dim, options.dtype[0]
-        run["links"] = [link(tokens, *shape, groups[world]) for tokens in options.tokens]
-    failed = any(record.get("failure") in ("WRONG", "ERROR") and record["impl"] not in SDPA for record in run["records"])
-    if rank == 0:
-        if not ON_GPUS:
-            print("No GPU is in use. The run has no times, because the interpreter's times mean nothing.")
-        if options.json:
-            write_json(options.json, run)
-    _of_rank_0(None)
+                case = [_failure(error)]
+        dist.broadcast_object_list(case, src=0)  # only the CPUs of other ranks wait for rank 0, not the GPUs
+        run["records"].append({"impl": impl, **workload.record(), "ranks": size, **case[0]})
+        if rank == 0:
+            print(f"{workload.label} {impl} on {size}:", *(f"{name}={value}" for name, value in case[0].items()), flush=True)
+        if ON_GPUS:
+            torch.cuda.empty_cache()
+    if ON_GPUS:
+        run["links"] = [link(workload, tokens, groups[world]) for tokens in options.tokens if world > 1]
+        run["machine_info"]["gpus"] = f"{world} × {torch.cuda.get_device_name()}"
+        run["machine_info"]["nccl"] = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    elif rank == 0:
+        print("No GPU is in use. The run has no times, because the interpreter's times mean nothing.")
+    if rank == 0 and options.json:
+        write_json(options.json, run)
     dist.destroy_process_group()
-    return int(failed)
+    wrong = [r for r in run["records"] if r.get("failure") in ("WRONG", "ERROR") and r["impl"] not in SDPA]
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -7,13 +7,12 @@ A unit that is busy nearly all the time limits the kernel's speed. Without such 
 memory.
 """
 
-import argparse
 import itertools
 import sys
 
-from common.measure import ncu, terminal, workloads
+from common.measure import ncu, workloads
 from common.measure.baselines import BASELINES, timed_call
-from common.measure.options import add_implementations, add_list, json_path, write_json
+from common.measure.options import add_implementations, add_list, command
 from common.measure.workloads import Workload
 
 TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
@@ -34,39 +33,26 @@ REASONS = (
 FROM = (3, "")  # the default is the stages from v3 on
 
 
-def launch(options):
-    """Run one call of each case in the profiler."""
+def profiled_cases(options) -> list[dict]:
+    """Run each case in the profiler, and return the cases."""
     cases = []
     shapes = itertools.product(options.head_dim, options.seq_len, (False, True), ("fwd", "bwd"), options.impl)
     for head_dim, seq_len, causal, pass_, impl in shapes:
         workload = Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
         ncu.show(f"{impl} {workload.label}", timed_call(impl, workload, workload.inputs()))
         cases.append({"impl": impl, **workload.record()})
-    write_json(options.file, cases)
-
-
-def measure(options):
-    """Run all cases under `ncu` and save the metrics of each kernel."""
-    selection = ncu.as_flags(options, "impl", "seq_len", "head_dim")
-    stalls = [STALL.format(reason) for reason in REASONS]
-    metrics = (TIME, CLOCK, REGISTERS, *UNITS.values())
-    write_json(options.file, ncu.profile("common.measure.units", selection, metrics, stalls))
+    return cases
 
 
 def main(argv: list[str]):
     """Run the command line."""
-    terminal.prepare()
-    description = "Measure how busy the GPU's units are in each kernel. LIST is comma-separated."
-    parser = argparse.ArgumentParser(prog="python -m common.measure.units", description=description)
-    parser.add_argument(
-        "what", nargs="?", choices=["measure", "launch"], default="measure", help="what to do; measure starts launch in ncu"
-    )
-    parser.add_argument("file", type=json_path, help="the JSON file to write")
+    parser = command("common.measure.units", __doc__, "the JSON file to write")
+    ncu.add_in_profiler(parser)
     add_implementations(parser, BASELINES, FROM)
     add_list(parser, "--seq-len", "4096")
     add_list(parser, "--head-dim", "64,128")
-    options = parser.parse_args(argv)
-    {"measure": measure, "launch": launch}[options.what](options)
+    metrics, stalls = (TIME, CLOCK, REGISTERS, *UNITS.values()), [STALL.format(reason) for reason in REASONS]
+    ncu.profile("common.measure.units", argv, parser.parse_args(argv), profiled_cases, metrics, stalls)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The measured rates count what the kernels move, and are plausible on a GPU."""
 
-import types
-
 import pytest
 
 from common.kernels import hopper
@@ -18,19 +16,6 @@ def test_the_read_of_the_cache_moves_the_bytes_that_its_rate_divides(copies):
     (launch,) = count(call).launches
     assert (launch.read, launch.written) == (nbytes, 0)
     assert launch.operands[0].nbytes == nbytes // copies * ceilings.TILES.value  # each program reads its own tiles
-
-
-def test_a_launch_costs_what_one_more_kernel_adds(monkeypatch):
-    added = types.SimpleNamespace(add_=lambda one: calls.append(one))
-    monkeypatch.setattr(ceilings, "torch", types.SimpleNamespace(zeros=lambda *_, **__: added))
-    calls = []
-
-    def measure(call):
-        calls.clear()
-        call()
-        return [7e-6 + 2e-6 * len(calls)] * 3, True
-
-    assert ceilings.launch_us(types.SimpleNamespace(measure=measure)) == pytest.approx(2)
 
 
 @pytest.mark.alone

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import stages
 from common.measure import ncu
 from common.measure.traffic import GPUS
 from common.runtime import INTERPRETED
-from common.show import profiles
 
 LOG = f"""==PROF== Connected to process 1
 "ID","Kernel Name","Block Size","{ncu.READ}","{ncu.WRITTEN}","{ncu.SPILLED}","something.sum"
@@ -24,40 +22,6 @@ LOG = f"""==PROF== Connected to process 1
 METRICS = (ncu.READ, ncu.WRITTEN, ncu.SPILLED)
 
 
-def case(kernels, counted, **changes):
-    return {
-        "impl": "v2_some", "pass": "fwd", "batch": 1, "heads": 2, "seq_len": 64, "head_dim": 16, "causal": True,
-        "dtype": "float16", "tuned": {}, "kernels": kernels, "counted": counted, **changes,
-    }  # fmt: skip
-
-
-def launch(name, read, written, **tile):
-    return {"name": name, "tile": tile, "read": read, "written": written, "flops": 0}
-
-
-def test_log_is_split_into_cases():
-    assert ncu.parse(LOG, METRICS) == [
-        [
-            {"name": "void fill<float>(int, float)", ncu.READ: 0, ncu.WRITTEN: 2048, ncu.SPILLED: 0},
-            {"name": "_forward_kernel", ncu.READ: 4e6, ncu.WRITTEN: 1e6, ncu.SPILLED: 5000},
-        ],
-        [],
-    ]
-
-
-def test_table_has_a_row_for_each_kernel_and_one_for_the_operators():
-    kernels, _ = ncu.parse(LOG, METRICS)
-    counted = [launch("aten.new_zeros", 0, 2000), launch("_forward_kernel", 5_000_000, 800_000, BLOCK_M=128, BLOCK_N=64)]
-    info = {"gpu": "X", "torch": "1", "triton": "2", "ncu": "3", "commit": "abc", "date": "2026-01-02"}
-    table = profiles.traffic_table({"machine_info": info, "cases": [case(kernels, counted)]})
-    rows = [[cell.strip() for cell in line.strip("|").split("|")][6:] for line in table.splitlines() if "v2_some" in line]
-    assert rows == [
-        ["_forward_kernel 128×64", "5.000", "4.000", "0.800", "0.800", "1.000", "0.160", "1.050"],
-        ["PyTorch", "0.000", "0.000", "-", "0.002", "0.002", "0.000", "1.024"],
-    ]
-    assert all(fact in table for fact in info.values()) and " 2 / 2 |" in table and "memory" not in table
-
-
 PROFILER = f"""#!{sys.executable}
 import json, sys
 if "--query-metrics" in sys.argv:
@@ -67,9 +31,9 @@ elif "--version" in sys.argv:
 else:
     options = dict(zip(sys.argv[1:], sys.argv[2:]))
     assert options["--metrics"] == "{ncu.READ},{ncu.WRITTEN},{ncu.SPILLED},dram__bytes_read.sum"
-    assert "--stage={stages.resolve("v2")},{stages.resolve("v3")}" in sys.argv and "--head-dim=16" in sys.argv
-    assert "--heads=4" in sys.argv and "--kv-heads=4,2" in sys.argv and "value-dim" not in str(sys.argv)
-    with open(options["--log-file"], "w") as log, open(options["launch"], "w") as cases:
+    again = sys.argv[sys.argv.index("common.measure.ncu") + 1 :]
+    assert again[:3] == ["measure", "--stage=v2,v3", "--kv-heads=2"]
+    with open(options["--log-file"], "w") as log, open(again[-1].removeprefix("--in-profiler="), "w") as cases:
         log.write({LOG!r})
         json.dump([dict(impl="a"), dict(impl="b")], cases)
 """
@@ -81,47 +45,45 @@ def test_measuring_saves_the_profiler_s_numbers_of_each_case(tmp_path, monkeypat
     path.chmod(0o755)
     monkeypatch.setattr(ncu, "DEVICE", "cuda")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    heads = ["--heads=4", "--kv-heads=4,2"]
-    ncu.main(["measure", "--stage=v2,v3", "--head-dim", "16", *heads, str(tmp_path / "traffic.json")])
+    ncu.main(["measure", "--stage=v2,v3", "--kv-heads=2", str(tmp_path / "traffic.json")])
     saved = json.loads((tmp_path / "traffic.json").read_text())
     assert saved["machine_info"]["ncu"] == "Version 1.2.3"
     first, second = ncu.parse(LOG, METRICS)
-    assert saved["cases"] == [{"impl": "a", "kernels": first}, {"impl": "b", "kernels": second}]
+    assert first == [
+        {"name": "void fill<float>(int, float)", ncu.READ: 0, ncu.WRITTEN: 2048, ncu.SPILLED: 0},
+        {"name": "_forward_kernel", ncu.READ: 4e6, ncu.WRITTEN: 1e6, ncu.SPILLED: 5000},
+    ]
+    assert second == [] and saved["cases"] == [{"impl": "a", "kernels": first}, {"impl": "b", "kernels": second}]
 
 
-@pytest.mark.parametrize("counted", [[launch("_other_kernel", 1, 1)], [launch("_forward_kernel", 1, 1)] * 2])
-def test_other_kernels_than_were_counted_are_an_error(counted):
+def counted(*names):
+    return [{"name": name, "tile": {}, "read": 1, "written": 1} for name in names]
+
+
+def test_other_kernels_than_were_counted_are_an_error():
     kernels, _ = ncu.parse(LOG, METRICS)
-    with pytest.raises(ValueError):
-        ncu.pairs(case(kernels, counted))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="counts are the interpreter's")
-def test_counts_take_the_tiles_that_were_measured(tmp_path):
-    name = stages.resolve("v4")
-    tuned = {"_dq_kernel": [64, 64], "_dkv_kernel": [16, 32]}
-    measured = case([], None, impl=name, tuned=tuned) | {"pass": "bwd"}
-    path = tmp_path / "traffic.json"
-    path.write_text(json.dumps({"cases": [measured]}))
-    ncu.main(["count", str(path)])
-    counted = json.loads(path.read_text())["cases"][0]["counted"]
-    assert {entry["name"]: list(entry["tile"].values()) for entry in counted} == tuned
+    assert [label for label, *_ in ncu.pairs({"counted": counted("_forward_kernel", "aten.a"), "kernels": kernels})] == [
+        "_forward_kernel ", "PyTorch"
+    ]  # fmt: skip
+    for names in (["_other_kernel"], ["_forward_kernel"] * 2):
+        with pytest.raises(ValueError):
+            ncu.pairs({"counted": counted(*names), "kernels": kernels})
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter stands in for the profiler's GPU")
-def test_cases_have_the_heads_and_dimensions_asked_for_and_are_counted_with_them(tmp_path, monkeypatch):
-    path = tmp_path / "cases.json"
+def test_cases_are_counted_with_their_heads_and_the_tiles_that_were_measured(tmp_path, monkeypatch):
+    found, path = tmp_path / "found.json", tmp_path / "cases.json"
     monkeypatch.setattr(ncu, "show", lambda label, call: None)
     shape = ["--seq-len=32", "--head-dim=16", "--heads=4", "--kv-heads=4,2", "--value-dim=32"]
-    ncu.main(["launch", "--stage=v3", *shape, str(path)])
-    cases = json.loads(path.read_text())
-    assert {(c["pass"], c["causal"], c["heads"], c["kv_heads"], c["head_dim"], c["value_dim"]) for c in cases} == {
-        (pass_, causal, 4, kv_heads, 16, 32) for pass_ in ("fwd", "bwd") for causal in (False, True) for kv_heads in (4, 2)
-    }
-    path.write_text(json.dumps({"cases": [c for c in cases if c["pass"] == "bwd" and not c["causal"]]}))
+    ncu.main(["measure", "--stage=v4", *shape, str(path), f"--in-profiler={found}"])
+    cases = [case for case in json.loads(found.read_text()) if case["pass"] == "bwd" and not case["causal"]]
+    tuned = {"_dq_kernel": [64, 64], "_dkv_kernel": [16, 32]}
+    path.write_text(json.dumps({"cases": [case | {"tuned": tuned} for case in cases]}))
     ncu.main(["count", str(path)])
-    written = [sum(launch_["written"] for launch_ in c["counted"]) for c in json.loads(path.read_text())["cases"]]
-    assert written[0] - written[1] == 2 * 32 * (16 + 32) * 2  # two heads of dK and dV
+    launches = [case["counted"] for case in json.loads(path.read_text())["cases"]]
+    assert {entry["name"]: list(entry["tile"].values()) for entry in launches[0]} == tuned
+    four, two = (sum(entry["written"] for entry in each) for each in launches)
+    assert four - two == 2 * 32 * (16 + 32) * 2  # two heads of dK and dV
 
 
 MEASURED = sorted((Path(__file__).parents[2] / "results").glob("traffic-*.json"))

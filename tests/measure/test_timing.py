@@ -88,30 +88,25 @@ def call_taking(gpu, host_s, gpu_s):
     return call
 
 
-def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
+def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait_on_a_gpu_that_has_rested(gpu):
     timer = timing.GpuTimer()
     gpu.log.clear()
     times, hidden = timer.measure(call_taking(gpu, 50e-6, 2e-3))
     assert times == pytest.approx([2e-3] * len(times)) and hidden
+    assert gpu.log[:4] == ["call", "wait", f"rest {timing.REST_S}", "spin"]
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
     assert gpu.log.count("wait") == 3  # before the pause, for the first estimate, and at the end
 
 
-def test_case_begins_on_a_gpu_that_has_rested(gpu):
-    timer = timing.GpuTimer()
-    gpu.run(0.3, "the case before")
-    timer.measure(call_taking(gpu, 50e-6, 2e-3))
-    begin = gpu.log.index("the case before") + 1
-    assert gpu.log[begin : begin + 4] == ["call", "wait", f"rest {timing.REST_S}", "spin"]
-
-
-def test_launch_that_takes_longer_than_its_kernels_is_hidden(gpu):
+def test_launch_that_takes_longer_than_its_kernels_is_hidden_or_flagged(gpu):
     timer = timing.GpuTimer()
     call = call_taking(gpu, 3e-3, 1e-3)  # if the launch were not hidden, the call would take 4 ms
     assert timer._rounds(call, 20, 0.0)[1]
     times, hidden = timer.measure(call)
     assert times == pytest.approx([1e-3] * len(times)) and hidden
+    assert not timer.measure(call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3))[1]  # too long to hide
+    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case is not flagged
 
 
 @pytest.mark.parametrize("host_s", [50e-6, 12e-3], ids=["hidden", "exposed at first"])
@@ -124,25 +119,8 @@ def test_rounds_of_the_warm_up_are_not_reported(gpu, host_s):
     expected = [number * 1e-3 for number in range(1, count + 1)]
     gpu_s = itertools.chain([9.9e-3] * 2, itertools.cycle([9.9e-3] * warm_up + expected))
     cpu_s = itertools.chain([50e-6] * 2, itertools.repeat(host_s))
-
-    def call():
-        gpu.cpu_s += next(cpu_s)
-        gpu.run(next(gpu_s))
-
-    times, hidden = timing.GpuTimer().measure(call)
+    times, hidden = timing.GpuTimer().measure(lambda: call_taking(gpu, next(cpu_s), next(gpu_s))())
     assert times == pytest.approx(expected) and hidden
-
-
-def test_first_rounds_in_a_row_are_not_reported(gpu):
-    gpu_s = itertools.chain([9.9e-3] * timing.IN_A_ROW * timing.HOST_WARM_UP_ROUNDS, itertools.repeat(1e-3))
-    times = timing.seconds_in_a_row(lambda: gpu.run(next(gpu_s)), 1e-3)
-    assert times == pytest.approx([1e-3] * timing.FEWEST_HOST_ROUNDS)
-
-
-def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
-    timer = timing.GpuTimer()
-    assert not timer.measure(call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3))[1]
-    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case is not flagged
 
 
 @pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (2e-3, 50), (0.04, 5), (0.06, 3)])
@@ -166,53 +144,13 @@ def test_host_time_is_the_cpus_alone_without_the_first_rounds(gpu, monkeypatch, 
 
 @pytest.mark.parametrize(("host_s", "gpu_s", "expected"), [(30e-6, 5e-6, 30.5e-6), (5e-6, 30e-6, 30.5e-6)])
 def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, expected):
-    """CPU and GPU overlap. 10 calls take 10 times the longer time, plus the shorter once: 10 · 30 + 5 = 305 µs."""
-    gpu.log.clear()
-    times = timing.seconds_in_a_row(call_taking(gpu, host_s, gpu_s), gpu_s)
+    """CPU and GPU overlap. 10 calls take 10 times the longer time, plus the shorter once: 10 · 30 + 5 = 305 µs. The first
+    rounds are not reported."""
+    first = itertools.chain([1.0] * timing.IN_A_ROW * timing.HOST_WARM_UP_ROUNDS, itertools.repeat(gpu_s))
+    times = timing.seconds_in_a_row(lambda: call_taking(gpu, host_s, next(first))(), gpu_s)
     assert times == pytest.approx([expected] * timing.MOST_ROWS)
     one = ["wait", "event", *["call"] * timing.IN_A_ROW, "event", "wait"]
     assert gpu.log == one * (timing.HOST_WARM_UP_ROUNDS + timing.MOST_ROWS)
-
-
-def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """pytest-benchmark reads the clock twice for each round, and subtracts the readings. Each round's first reading is 0,
-    because the difference of two large readings would lose digits."""
-    replay = timing.Replay()
-    replay.load([0.25, 1e-6])
-    assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
-    replay.load([3.0])  # `load` drops the remaining readings of the earlier case
-    assert -replay() + replay() == 3.0
-
-
-@pytest.mark.parametrize(("free", "size"), [(2**40, timing.COPY_BYTES), (4000, 1000)])
-def test_a_copy_counts_what_it_reads_and_what_it_writes(free, size, monkeypatch):
-    """The buffer that is copied takes at most a quarter of the free memory."""
-
-    class Buffer:
-        filled = copied = False
-
-        def random_(self):
-            self.filled = True
-            return self
-
-        def copy_(self, source):
-            self.copied = source.filled
-
-    def empty(asked, dtype, device):
-        assert (asked, dtype, device) == (size, torch.uint8, "cuda")
-        return Buffer()
-
-    target = Buffer()
-    cuda = types.SimpleNamespace(mem_get_info=lambda: (free, 2**40))
-    fake = types.SimpleNamespace(cuda=cuda, uint8=torch.uint8, empty=empty, empty_like=lambda source: target)
-    monkeypatch.setattr(timing, "torch", fake)
-
-    def measure(call):
-        call()
-        return [1.0, 0.25, 0.2], True
-
-    assert timing.copy_gbps(types.SimpleNamespace(measure=measure)) == pytest.approx(2 * size / 0.25 / 1e9)
-    assert target.copied
 
 
 @pytest.mark.alone

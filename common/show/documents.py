@@ -105,7 +105,7 @@ def gain_table(name: str) -> str:
         return f"The table shows milliseconds ({where}).\n\n{_step_table(rows, headers)}"
     gpus = {span: traffic.GPUS.get(results.gpu_of(run.machine).lower()) for span, run in used.items() if run}
     forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus.items() if gpu}
-    by = [f"[predicted]({PREDICTION}), S = {results.COUNTED_AT}"] * any(forecasts.values())
+    by = [f"[predicted]({PREDICTION})"] * any(forecasts.values())
     if by:
         rows, headers = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}, ["predicted", *headers]
     by += [f"measured ({where}{results.CHANGED * any(changed)})"] if where else []

@@ -41,12 +41,9 @@ def stage_operators(stage):
     return (getattr(torch.ops.kernel_evolution, f"{name}_{part}").default for part in ("forward", "backward"))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_opcheck(stage, transposed):
+def test_opcheck(stage):
     """PyTorch's own check accepts the schema, the fake tensors (shapes, dtypes, strides) and the autograd registration."""
     q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
-    if transposed:
-        q, k, v, grad_out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, grad_out))
     forward, backward = stage_operators(stage)
     torch.library.opcheck(forward, (*as_leaves(q, k, v), True, SCALE, 0))
     out, lse = forward(q, k, v, True, SCALE, 0)

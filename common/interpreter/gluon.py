@@ -11,6 +11,7 @@ represents a kernel's variables.
 import builtins
 import functools
 import inspect
+import re
 import types
 
 import torch
@@ -28,10 +29,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
-from common.kernels import hopper
-
 from . import shared
-from .asynchronous import Descriptor, Load, Matmul, Store, arrival_wait, matmul_wait, store_wait, traffic
+from .asynchronous import Descriptor, Load, Matmul, Store, matmul_wait, store_wait, traffic
 from .schedule import MARK, Program, Waiting, begin, now, outermost_frame
 from .shared import Barrier, Barriers, Buffer, Memory
 from .timing import STORES
@@ -153,7 +152,14 @@ for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2
     means(_function)(lambda x, name=_compute.__name__, compute=_compute: computed(name, compute(x.data), x, layout=x.layout))
 
 
-means(hopper.widened)(lambda p: p.to(gl.float32))
+@means(gl.inline_asm_elementwise)
+def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
+    """Evaluate the comment at the start of the assembly. The comment is an expression of the arguments a, b, c, …"""
+    comment = re.match(r"/\*(.*?)\*/", asm)
+    if comment is None:
+        now().fail("inline assembly must begin with a comment: the expression of a, b, … that the assembly computes")
+    names = dict(zip("abcdefgh", args, strict=False))
+    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # safe: the comment is the kernel's source
 
 
 # --- global memory
@@ -195,23 +201,21 @@ def _add_up(pointer, added, mask=None):
     return nbytes
 
 
-@means(gl.atomic_add, hopper.fetch_add)
-def _fetch_add(pointer, added, mask=None, sem=None):
+@means(gl.atomic_add)
+def fetch_add(pointer, added, mask=None, sem=None):
     """Add to elements of global memory, and return their old values."""
     before = _load(pointer, mask)
     _add_up(pointer, added, mask)
     return before
 
 
-@means(hopper.flag_wait)
-def _flag_wait(pointer, least):
+def flag_wait(pointer, least):
     """Wait until an element of global memory is at least `least`."""
     offsets, _ = pointer.at(None)
     now().switch(Waiting(lambda: bool((pointer.elements[offsets] >= int(least)).all()), lambda: "a flag in global memory"))
 
 
-@means(hopper.reduce_add)
-def _reduce_add(pointer, added):
+def reduce_add(pointer, added):
     """Add a tile to global memory. The L2 cache does the addition, so the SM reads nothing."""
     now().timing.issue(STORES, now().running, "add", _add_up(pointer, added))
 
@@ -235,10 +239,7 @@ means(mbarrier.arrive)(Barrier.arrive)
 means(mbarrier.wait)(Barrier.wait)
 means(tma.async_copy_global_to_shared)(Load)
 means(tma.async_copy_shared_to_global)(Store)
-means(hopper.async_reduce_add)(functools.partial(Store, adds=True))
 means(tma.store_wait)(store_wait)
-means(hopper.stored_wait)(arrival_wait)
-means(hopper.fence_async_global)(lambda: None)
 means(fence_async_shared)(shared.fence)
 means(warpgroup_mma_wait)(matmul_wait)
 

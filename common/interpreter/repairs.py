@@ -84,6 +84,16 @@ def _cast(cast, builder, src, dst_type):
     return cast(builder, src, dst_type)
 
 
+# --- loops
+
+
+@_replaces(interpreter, "_patch_lang_tensor")
+def _patch_tensor(patch, tensor, scope):
+    """Let a scalar tensor be the end of a loop. Triton 3.6 converts it to an int in a way that fails from numpy 2.5 on."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 # --- descriptors
 
 

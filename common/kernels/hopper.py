@@ -132,7 +132,9 @@ def widened(p):
     spills.
     """
     if p.dtype == gl.bfloat16:
-        halves: gl.constexpr = "{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
+        halves: gl.constexpr = (
+            "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
+        )
         return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
     else:
         return p.to(gl.float32)

@@ -1,5 +1,6 @@
 """Prepare the interpreters of Triton and Gluon, once, before the first launch of a kernel."""
 
+import functools
 import threading
 
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -26,10 +27,17 @@ def install():
     global _installed
     with _installing:
         if not _installed:
-            from common.interpreter import gluon, repairs  # not at the top, because these imports are slow
+            from common.interpreter import asynchronous, gluon, repairs  # not at the top, because these imports are slow
+            from common.kernels import hopper
 
             for launcher, run in _RUNS.items():
                 launcher.run = run
             repairs.install()
             GluonJITFunction.run = gluon.run
+            gluon.means(hopper.fetch_add)(gluon.fetch_add)
+            gluon.means(hopper.flag_wait)(gluon.flag_wait)
+            gluon.means(hopper.reduce_add)(gluon.reduce_add)
+            gluon.means(hopper.async_reduce_add)(functools.partial(asynchronous.Store, adds=True))
+            gluon.means(hopper.stored_wait)(asynchronous.arrival_wait)
+            gluon.means(hopper.fence_async_global)(lambda: None)
             _installed = True

@@ -49,7 +49,7 @@ def test_pages_open_and_fit_a_phone(page):
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, name
 
 
-@pytest.mark.parametrize("name", ["v3", *(pytest.param(name, marks=pytest.mark.long) for name in ("v25", "index", "reading"))])
+@pytest.mark.parametrize("name", ["reading", *(pytest.param(name, marks=pytest.mark.long) for name in ("v3", "v25", "index"))])
 @pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.long)])
 def test_everyone_can_read_a_page(page, name, scheme):
     """The accessibility checker axe finds no serious problem, for example of names, contrast or structure."""

@@ -20,7 +20,7 @@ TILE = 128  # number of keys of the longest tile; diagonals that differ by TILE 
 # -2 modulo N, as 126 is for every N here. In some forwards, the first query tile begins before query 0. A grid that ignores the
 # rows before query 0 loses rows at a tile's edge. A diagonal longer than a query tile makes the first query tile's number
 # negative.
-NEXT_TO_EDGES = [(128, 1, 256), (128, 126, 16), (256, 129, 16), (128, 126, 128), (128, 65, 128), (65, 63, 256), (128, 65, 256)]
+NEXT_TO_EDGES = [(128, 1, 256), (128, 126, 16), (256, 129, 16), (128, 126, 128), (128, 65, 128), (128, 65, 256)]
 
 
 def check_diagonal(part, seq_q, diagonal, head_dim=16, dtype=torch.float16):
@@ -47,14 +47,14 @@ def test_diagonals_of_every_residue_and_head_dimension(part, seq_q, head_dim, dt
 FAR_BELOW = [(64, 40, True), (64, 127, False), (128, 127, False), (256, 40, True), (256, 63, False)]
 
 
-@pytest.mark.parametrize("turn", range(len(FAR_BELOW) if LONG or on_gpu else 2))
+@pytest.mark.parametrize("turn", range(len(FAR_BELOW) if LONG or on_gpu else 1))
 def test_scores_far_below_zero_of_more_queries_than_keys(part, turn):
     """Keys past the end are masked, even if all scores are about -300.
 
     Keys past the end are loaded as zeros. Unmasked, they would score 0, and exp(0 - LSE) would overflow. In some cases the
     last key tile lacks many keys, in the other cases only one.
     """
-    head_dim, seq_k, causal = FAR_BELOW[(2 * part.place + turn) % len(FAR_BELOW)]
+    head_dim, seq_k, causal = FAR_BELOW[(part.place + turn) % len(FAR_BELOW)]
     q, k, v, grad_out = make_inputs(200, seq_k, head_dim, torch.bfloat16, batch=1, heads=1)
     direction = torch.randn(head_dim, device=DEVICE).sign() * (300 / head_dim**0.5) ** 0.5  # scores of about -300
     q, k = (direction + 0.02 * q).bfloat16(), (-direction + 0.02 * k).bfloat16()

@@ -1,5 +1,6 @@
 """Turn a stage into a PyTorch operator, with input checks and autograd."""
 
+import functools
 from collections.abc import Callable
 from numbers import Real
 
@@ -41,10 +42,10 @@ def diagonal(causal: bool | str, seq_q: int, seq_k: int) -> int:
 
 def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
     """Return whether there is a mask, and its diagonal. Raise TypeError or ValueError for an invalid `causal`."""
-    if not isinstance(causal, str):
-        if not isinstance(causal, (bool, numpy.bool_)):
-            raise TypeError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {type(causal).__name__}")
+    if isinstance(causal, (bool, numpy.bool_)):
         return bool(causal), 0
+    if not isinstance(causal, str):
+        raise TypeError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {type(causal).__name__}")
     if causal != BOTTOM_RIGHT:
         raise ValueError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {causal[:40]!r}")
     if seq_q > seq_k:
@@ -67,77 +68,53 @@ def checked_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
-def _are_right(q, k, v) -> bool:
-    """Return whether the inputs pass `check_inputs`. Every call makes this check, so it must be fast."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        return False
-    if q.is_nested or k.is_nested or v.is_nested:  # a nested tensor may have no shape
-        return False
-    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
-    return (
-        len(shape_q) == len(shape_k) == len(shape_v) == 4
-        and q.dtype == k.dtype == v.dtype
-        and q.device == k.device == v.device
-        and q.dtype in DTYPES
-        and (q.device.type == DEVICE or _is_for_pytorch(q))
-        and q.layout is k.layout is v.layout is torch.strided
-        and 0 not in (*shape_q, *shape_k, *shape_v)
-        and shape_q[3] in HEAD_DIMS
-        and shape_v[3] in HEAD_DIMS
-        and (shape_k[0], shape_k[3]) == (shape_q[0], shape_q[3])
-        and shape_v[:3] == shape_k[:3]
-        and shape_q[1] % shape_k[1] == 0
-    )
-
-
-def _is_for_pytorch(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the CPU of a machine without a GPU, where a stage without kernels can run."""
-    return tensor.device.type == "cpu" and not torch.cuda.is_available()
-
-
 def check_inputs(q, k, v):
     """Raise ValueError or TypeError for wrong inputs, before any kernel runs.
 
-    The message names the argument, its value and the valid values.
+    The message names the argument, its value and the valid values. Every call makes these checks, so they must be fast.
     """
-    if _are_right(q, k, v):
-        return
+    shapes = []
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.is_nested or tensor.layout is not torch.strided:
             got = "a nested tensor" if tensor.is_nested else tensor.layout
             raise TypeError(f"{name} must be a dense tensor (layout torch.strided), got {got}")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, head_dim], got {tensor.dim()}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-        if tensor.device.type != DEVICE and not _is_for_pytorch(tensor):
+        shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, head_dim], got {len(shape)}")
+        if dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {dtype}")
+        if dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {dtype}")
+        if device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {device}")
+        # On a machine without a GPU, a stage without kernels runs on the CPU.
+        if device.type != DEVICE and (device.type != "cpu" or torch.cuda.is_available()):
             why = "kernels run on the CPU, through Triton's interpreter" if INTERPRETED else "a GPU is in use"
-            raise ValueError(f"{name} must be on a {DEVICE} device ({why}), got {tensor.device}")
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must not have a dimension of 0, got {tuple(tensor.shape)}")
-    for name, head_dim in (("head_dim, the last dimension of q and k,", q.shape[3]), ("the last dimension of v", v.shape[3])):
+            raise ValueError(f"{name} must be on a {DEVICE} device ({why}), got {device}")
+        if 0 in shape:
+            raise ValueError(f"{name} must not have a dimension of 0, got {shape}")
+        shapes.append(shape)
+    of_q, of_k, of_v = shapes
+    for name, head_dim in (("head_dim, the last dimension of q and k,", of_q[3]), ("the last dimension of v", of_v[3])):
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"{name} must be one of {HEAD_DIMS}, got {head_dim}")
-    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
-        raise ValueError(
-            f"k must be [batch, kv_heads, Sk, head_dim] with the batch and head_dim of q: "
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}"
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v must have k's batch, heads and length {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the heads of q must be a multiple of the heads of k and v: got {q.shape[1]} and {k.shape[1]}")
+    if (of_k[0], of_k[3]) != (of_q[0], of_q[3]):
+        needed = "[batch, kv_heads, Sk, head_dim] with the batch and head_dim of q"
+        raise ValueError(f"k must be {needed}: q {of_q}, k {of_k}")
+    if of_v[:3] != of_k[:3]:
+        raise ValueError(f"v must have k's batch, heads and length {of_k[:3]}, got {of_v[:3]}")
+    if of_q[1] % of_k[1]:
+        raise ValueError(f"the heads of q must be a multiple of the heads of k and v: got {of_q[1]} and {of_k[1]}")
 
 
 def autocast(*tensors) -> tuple:
-    """Cast floating-point tensors except float64 to autocast's dtype, as PyTorch does. Autocast must be on."""
-    dtype = torch.get_autocast_dtype(autocast_device(tensors[0]))
+    """If autocast is on, cast floating-point tensors except float64 to its dtype, as PyTorch does."""
+    device = autocast_device(tensors[0])
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
@@ -163,17 +140,6 @@ def _unwatched(*tensors: Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         for tensor in tensors
     )
-
-
-def _refuse_tangents(name: str, inputs: tuple):
-    """Raise NotImplementedError for an input with a forward-mode tangent, because the result would lack a tangent."""
-    if forward_ad._current_level < 0:
-        return
-    if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
-        raise NotImplementedError(
-            f"{name} has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad); "
-            "use reverse mode: torch.func.vjp, jacrev or torch.autograd.grad"
-        )
 
 
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
@@ -202,7 +168,12 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
             return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
 
     def kernel(keys, *inputs):
-        _refuse_tangents(name, inputs)
+        tensors = [one for one in inputs if isinstance(one, Tensor)]
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+            raise NotImplementedError(  # because the result would lack a tangent
+                f"{name} has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad); "
+                "use reverse mode: torch.func.vjp, jacrev or torch.autograd.grad"
+            )
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return below(keys, *inputs)
         with enable_single_level_autograd_function():
@@ -211,20 +182,17 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
     return kernel
 
 
-def _vmap_rule(operator: Callable) -> Callable:
-    """Return the operator's rule for `torch.vmap`: fold the mapped dimension into the batch dimension."""
+def _under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple, tuple]:
+    """Call an operator under `torch.vmap`: fold the mapped dimension into the batch dimension."""
+    size = info.batch_size
 
-    def fold(tensor, dim, size):
-        tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        return tensor.flatten(0, 1)
+    def fold(one, dim):
+        if not isinstance(one, Tensor):
+            return one
+        return (one.expand(size, *one.shape) if dim is None else one.movedim(dim, 0)).flatten(0, 1)
 
-    def rule(info, in_dims, *inputs):
-        size = info.batch_size
-        pairs = zip(inputs, in_dims, strict=True)
-        results = operator(*(fold(one, dim, size) if isinstance(one, Tensor) else one for one, dim in pairs))
-        return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
-
-    return rule
+    results = operator(*map(fold, inputs, in_dims))
+    return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
 
 
 def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable) -> Callable:
@@ -247,7 +215,7 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     library.impl(name, _autograd_kernel(name, operator, gradients, setup_context), "Autograd", with_keyset=True)
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", _vmap_rule(operator), lib=library)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", functools.partial(_under_vmap, operator), lib=library)
     return operator
 
 
@@ -274,8 +242,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, diagonal: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = {"causal": causal, "scale": scale, "diagonal": diagonal}
-        return backward(grad_out, q, k, v, out, lse.contiguous(), **options)
+        return backward(grad_out, q, k, v, out, lse.contiguous(), causal=causal, scale=scale, diagonal=diagonal)
 
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale, diagonal):
         return empty_rows(q), empty_rows(k), empty_rows(v)
@@ -303,9 +270,6 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *ctx.options)[2]
         return dq, dk, dv, None, None, None
 
-    def keep_nothing(ctx, inputs, output):
-        pass
-
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
 
@@ -321,7 +285,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         backward = staticmethod(gradients)
 
     forward_op = _register(f"{name}_forward", run_forward, fake_forward, gradients, setup_context)
-    backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, keep_nothing)
+    backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, lambda ctx, inputs, output: None)
 
     def attention(q, k, v, *, causal=False, scale=None, return_lse=False, **others):
         """Compute exact attention, softmax(scale · q kᵀ) v. The result is differentiable in q, k and v.
@@ -355,8 +319,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         """
         for other in others:
             raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
-        if torch.is_autocast_enabled(autocast_device(q)):
-            q, k, v = autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         check_inputs(q, k, v)
         causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2])
         return_lse = checked_flag("return_lse", return_lse)

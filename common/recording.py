@@ -76,9 +76,9 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tensors):
         super().__init__()
         self.steps, self.conditions, self.repeatable = [], [], True
-        self._places, self._numbers = WeakTensorKeyDictionary(), 0  # the place of each tensor that is alive
-        for tensor in tensors:
-            self._number(tensor)
+        self._places, self._numbers = WeakTensorKeyDictionary(), len(tensors)  # the place of each tensor that is alive
+        for number, tensor in enumerate(tensors):
+            self._places[tensor] = _Place(number)
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -103,15 +103,12 @@ class _Recording(TorchDispatchMode):
         run = self._run.fget(kernel)  # a thread that replays may launch, too
         return functools.partial(self.launch, kernel, run) if _thread.recording is self else run
 
-    def _number(self, tensor):
-        self._places[tensor] = _Place(self._numbers)
-        self._numbers += 1
-
     def _step(self, step, used, result=None):
         """Add a step that uses the tensors with the numbers `used`, and appends `result` unless it is None."""
         if result is not None:
             used = {*used, self._numbers}
-            self._number(result)
+            self._places[result] = _Place(self._numbers)
+            self._numbers += 1
         self.steps.append((step, used))
 
     def _place(self, tensor) -> _Place:
@@ -131,20 +128,22 @@ class _Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if func.is_view:
-            number, offset, is_view = self._place(args[0])
+            base = args[0]
+            number, offset, is_view = self._place(base)
             for view in result if isinstance(result, (list, tuple)) else [result]:
-                further = _start(view) - _start(args[0])
-                self.repeatable &= view.dtype == args[0].dtype
-                self._places[view] = _Place(number, offset + further, is_view or _layout(view) != _layout(args[0]))
+                further = (view.storage_offset() - base.storage_offset()) * base.itemsize
+                differs = further != 0 or view.shape != base.shape or view.stride() != base.stride()
+                self.repeatable &= view.dtype == base.dtype
+                self._places[view] = _Place(number, offset + further, is_view or differs)
         elif name in _EMPTY | _ZEROS:
             self._step(_take(result, name in _ZEROS), set(), result)
         elif isinstance(result, Tensor):
-            given = {at: self.number_of(value) for at, value in enumerate(args) if isinstance(value, Tensor)}
-            named = {key: self.number_of(value) for key, value in kwargs.items() if isinstance(value, Tensor)}
-            self.repeatable &= len(given) + len(named) == sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+            values = [*args, *kwargs.values()]
+            numbers = {at: self.number_of(value) for at, value in enumerate(values) if isinstance(value, Tensor)}
+            self.repeatable &= len(numbers) == sum(isinstance(leaf, Tensor) for leaf in tree_leaves(values))
             in_place = result in self._places
-            step = _operate(func, args, kwargs, given, named, in_place)
-            self._step(step, {*given.values(), *named.values()}, None if in_place else result)
+            step = _operate(func, values, list(kwargs), numbers, in_place)
+            self._step(step, {*numbers.values()}, None if in_place else result)
         else:
             self.repeatable = False
         return result
@@ -176,23 +175,14 @@ class _Recording(TorchDispatchMode):
         results = [self.number_of(result) for result in results]
         if not all(condition() for condition in self.conditions):
             return _CALLED
-        return _Replay(self._freeing(results), self.conditions, results) if self.repeatable else _UNREPEATABLE
-
-    def _freeing(self, results):
-        """Return each step with the numbers of the tensors that no later step uses and that are no results."""
-        last = {number: at for at, (_, used) in enumerate(self.steps) for number in used}
-        unused = [
-            tuple(number for number in used - {*results} if last[number] == at) for at, (_, used) in enumerate(self.steps)
+        if not self.repeatable:
+            return _UNREPEATABLE
+        last = {number: at for at, (_, used) in enumerate(self.steps) for number in used}  # the last step that uses a tensor
+        steps = [
+            (step, tuple(number for number in used - {*results} if last[number] == at))
+            for at, (step, used) in enumerate(self.steps)
         ]
-        return [(step, numbers) for (step, _), numbers in zip(self.steps, unused, strict=True)]
-
-
-def _start(tensor):
-    return tensor.storage_offset() * tensor.itemsize
-
-
-def _layout(tensor):
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()
+        return _Replay(steps, self.conditions, results)
 
 
 def _in_context(context, run, *args):
@@ -201,11 +191,7 @@ def _in_context(context, run, *args):
 
 def _take(like, zeros):
     take = functools.partial(torch.empty_strided, tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
-
-    def step(tensors, stream):
-        tensors.append(take().zero_() if zeros else take())
-
-    return step
+    return lambda tensors, stream: tensors.append(take().zero_() if zeros else take())
 
 
 def _view(tensor, place):
@@ -218,27 +204,20 @@ def _view(tensor, place):
     return step
 
 
-def _operate(func, args, kwargs, given, named, in_place):
-    args = [None if at in given else value for at, value in enumerate(args)]
-    kwargs = {key: None if key in named else value for key, value in kwargs.items()}
+def _operate(func, values, names, numbers, in_place):
+    """Return a step that calls `func`. The last of its `values` are keyword arguments. `numbers` says which are tensors."""
+    values = [None if at in numbers else value for at, value in enumerate(values)]
+    positional = len(values) - len(names)
 
     def step(tensors, stream):
-        positional, by_name = list(args), dict(kwargs)
-        for at, number in given.items():
-            positional[at] = tensors[number]
-        for key, number in named.items():
-            by_name[key] = tensors[number]
-        result = func(*positional, **by_name)
+        given = values.copy()
+        for at, number in numbers.items():
+            given[at] = tensors[number]
+        result = func(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
         if not in_place:
             tensors.append(result)
 
     return step
-
-
-def _described(kind, fields, tensor):
-    descriptor = kind.__new__(kind)  # skips the checks, which the recorded descriptor has passed
-    descriptor.__dict__.update(fields, base=tensor)
-    return [descriptor]
 
 
 def _encoders(run):
@@ -261,26 +240,23 @@ def _encoders(run):
 def _launch(run, grid, binary, pointers, descriptors, others):
     run, encoders = _encoders(run)
     # Replace the last descriptor first, because a replacement can move later arguments.
-    described = [
-        (at, number, functools.partial(_described, kind, fields), encode, {})
-        for (at, number, kind, fields), encode in itertools.zip_longest(descriptors, encoders)
-    ][::-1]
+    described = [(*each, encode, {}) for each, encode in itertools.zip_longest(descriptors, encoders)][::-1]
 
     def step(tensors, stream):
         args = others.copy()
         for at, number, offset in pointers:
             args[at] = tensors[number].data_ptr() + offset
-        for at, number, describe, encode, encoded in described:
-            tensor = tensors[number]
-            if encode is None:
-                args[at : at + 1] = describe(tensor)
-                continue
-            address = tensor.data_ptr()
+        for at, number, kind, fields, encode, encoded in described:
+            address = tensors[number].data_ptr()
             places = encoded.get(address)  # PyTorch's allocator often gives a later call the same address
             if places is None:
-                if len(encoded) >= MOST_ADDRESSES:
-                    encoded.clear()
-                places = encoded[address] = encode(*describe(tensor))
+                descriptor = kind.__new__(kind)  # skips the checks, which the recorded descriptor has passed
+                descriptor.__dict__.update(fields, base=tensors[number])
+                places = [descriptor]
+                if encode:
+                    if len(encoded) >= MOST_ADDRESSES:
+                        encoded.clear()
+                    places = encoded[address] = encode(descriptor)
             args[at : at + 1] = places
         run(*grid, stream, *binary, *args)
 
@@ -315,10 +291,9 @@ def depends_on(condition: Callable[[], bool]):
 def is_watched() -> bool:
     """Return whether a profiler has set hooks or a debugging mode is on. If so, each launch must go through Triton."""
     runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # a chain of hooks has a list `calls`, which may be empty
-            return True
-    return bool(runtime.debug or triton.knobs.compilation.instrumentation_mode)
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # the `calls` of a chain of hooks may be empty
+    return bool(hooked or runtime.debug or triton.knobs.compilation.instrumentation_mode)
 
 
 def _kind(tensor):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.entry import autocast_device, entry, plainly
+from common.entry import entry, plainly
 from common.kernels.merging import add, merge
 from common.layout import contiguous_rows, empty_rows
 from common.operator import autocast, check_inputs, checked_flag, checked_scale
@@ -48,14 +48,6 @@ def _agree(group, device, said: str, wrong: Exception | None):
         raise wrong
 
 
-def _place(group) -> tuple[int, int]:
-    """Return (rank, number of ranks) in the group. Raise ValueError if this process is not in the group."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"group must contain this process, got a group of {size} other processes")
-    return rank, size
-
-
 def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return this rank's part of a sequence: one chunk from the front, and the mirrored chunk from the back.
 
@@ -78,15 +70,15 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
     Raises:
         ValueError: S is not a multiple of 2 n.
     """
-    rank, size = _place(group)
-    if size == 1:
+    ring, length = Ring(group), tensor.shape[dim]
+    if ring.size == 1:
         return tensor
-    if tensor.shape[dim] % (2 * size):
+    if length % (2 * ring.size):
         raise ValueError(
-            f"dimension {dim} of tensor must be a multiple of 2 × {size} (two chunks for each rank), got {tensor.shape[dim]}"
+            f"dimension {dim} of tensor must be a multiple of 2 × {ring.size} (two chunks for each rank), got {length}"
         )
-    chunks = tensor.chunk(2 * size, dim)
-    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+    chunks = tensor.chunk(2 * ring.size, dim)
+    return torch.cat((chunks[ring.rank], chunks[-1 - ring.rank]), dim)
 
 
 @torch.no_grad()
@@ -105,7 +97,7 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
     Raises:
         ValueError: shapes or dtypes of ranks differ, or S / n is odd. Every rank raises it.
     """
-    _, size = _place(group)
+    size = Ring(group).size
     odd = size > 1 and tensor.shape[dim] % 2
     wrong = ValueError(f"dimension {dim} of tensor must be even (two chunks), got {tensor.shape[dim]}") if odd else None
     _agree(group, tensor.device, f"unshard of {tuple(tensor.shape)}, {tensor.dtype}, dim {dim}", wrong)
@@ -127,8 +119,10 @@ class Ring:
     """A rank of a group. In each step the rank computes with one block of keys, while the next block travels."""
 
     def __init__(self, group):
-        self.group = group
-        self.rank, self.size = _place(group)
+        """Raise ValueError if this process is not in the group."""
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"group must contain this process, got a group of {self.size} other processes")
 
     def pass_on(self, tensors, into) -> list[dist.Work]:
         """Begin to send contiguous tensors to the next rank, and to receive the previous rank's tensors in `into`."""
@@ -194,10 +188,9 @@ class _Merged:
         half = out.shape[2] // 2
         # A chunk is [rows, last step in which these rows see any keys, their out so far]. The slice of the back chunk counts
         # from the end, so that it also fits a tensor with only the back rows.
-        chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
+        self.chunks = [[slice(half), ring.rank, out[:, :, :half]], [slice(-half, None), ring.size - 1, out[:, :, -half:]]]
         if not causal or ring.rank == ring.size - 1:
-            chunks = ((slice(None), ring.size - 1),)
-        self.chunks = [[rows, last, out[:, :, rows]] for rows, last in chunks]
+            self.chunks = [[slice(None), ring.size - 1, out]]
 
     def add(self, step: int, more: Tensor, more_lse: Tensor):
         """Merge the out and lse of a step's block, which are for all queries or only for the back queries."""
@@ -244,11 +237,10 @@ class _Gradients:
 
     dQ stays on its rank. dK and dV travel around the ring like their block of keys, one step later. A sum with one addend keeps
     the dtype of the stage's result. A sum with more addends is float32. With a causal mask, the sum of dQ may have only the
-    back queries, and the sums of dK and dV may have only the front keys.
+    back queries, and the sums of dK and dV may have only the front keys. `keys` is the number of keys in a block.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
-        """Begin with no gradients. `keys` is the number of keys in a block."""
         self.ring, self.causal, self.keys = ring, causal, keys
 
     def add(self, step: int, part: list[Tensor]):
@@ -400,8 +392,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)
-    if torch.is_autocast_enabled(autocast_device(q)):
-        q, k, v = autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     wrong, said = None, ""
     try:
         causal, scale, return_lse = _checked(stage, q, k, v, causal, scale, return_lse, ring.size)

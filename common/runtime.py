@@ -17,18 +17,14 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 _thread = threading.local()
 
 
-@functools.cache  # the driver takes most of a millisecond to answer
-def _properties_of(device: int) -> dict[str, int]:
-    return triton.runtime.driver.active.utils.get_device_properties(device)
-
-
 def current_device() -> int:
     """Return the index of the current GPU, or 0 if kernels are interpreted."""
     return 0 if INTERPRETED else triton.runtime.driver.active.get_current_device()
 
 
-def _properties() -> dict[str, int]:
-    return _properties_of(current_device())
+@functools.cache  # the driver takes most of a millisecond to answer
+def _properties(device: int) -> dict[str, int]:
+    return triton.runtime.driver.active.utils.get_device_properties(device)
 
 
 @dataclass(frozen=True)
@@ -45,13 +41,13 @@ _interpreter = Device()
 
 def shared_memory_limit() -> float:
     """Return the maximum bytes of shared memory per program on the current device."""
-    return _interpreter.shared_memory if INTERPRETED else _properties()["max_shared_mem"]
+    return _interpreter.shared_memory if INTERPRETED else _properties(current_device())["max_shared_mem"]
 
 
 def num_sms() -> int:
     """Return the number of SMs of the current device, or of concurrent programs if kernels are interpreted."""
     if not INTERPRETED:
-        return _properties()["multiprocessor_count"]
+        return _properties(current_device())["multiprocessor_count"]
     from common.interpreter.schedule import AT_ONCE  # not at the top, because a GPU needs no interpreter
 
     return _interpreter.num_sms or AT_ONCE

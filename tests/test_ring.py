@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stages
 from common import ring
-from common.ring import ring_attention, shard, unshard
+from common.ring import Ring, ring_attention, shard, unshard
 from common.runtime import DEVICE
 
 SIZES = range(2, MOST + 1)
@@ -178,14 +178,14 @@ def test_unlike_parts_are_no_sequence(ranks):
     (lambda q: ring_attention("v3", q, q, q), TypeError, "stage must be a stage's module, as stages.load returns it, got str"),
 ])  # fmt: skip
 def test_lengths_that_cannot_be_cut_and_names(function, kind, message, monkeypatch):
-    monkeypatch.setattr(ring, "_place", lambda group: (0, 2))
+    monkeypatch.setattr(ring, "Ring", lambda group: place(0, 2))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # in a group of one, no other rank is asked
     with pytest.raises(kind, match=message):
         function(torch.ones(1, 2, 6, 16, device=DEVICE))
 
 
 def place(rank, size):
-    ring_ = object.__new__(ring.Ring)
+    ring_ = object.__new__(Ring)
     ring_.group, ring_.rank, ring_.size = None, rank, size
     return ring_
 

@@ -6,7 +6,7 @@ have any standard deviation. Some channels of K may be much larger than the othe
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -79,25 +79,22 @@ def _place_sinks(q, k, v, scores, scale):
 
     Sinks use the last channel, so that a score's large product is added last. Products added after it would lose digits.
     """
-    per_kv = q.shape[1] // k.shape[1]
     height = math.sqrt(max((sink.nats for sink in scores.sinks), default=0) / abs(scale))  # of these queries
-
-    def heads(sink):
-        return range(k.shape[1]) if sink.head is None else [sink.head % k.shape[1]]
-
-    for head in {head for sink in scores.sinks for head in heads(sink)}:
-        q[:, head * per_kv : (head + 1) * per_kv, :, -1] = height
-        k[:, head, :, -1] = 0
+    groups = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, H / Hkv, Sq, D], a view of q
+    every = list(range(k.shape[1]))
+    heads_of = [every if sink.head is None else [sink.head % len(every)] for sink in scores.sinks]
+    for heads in heads_of:
+        groups[:, heads, :, :, -1] = height
+        k[:, heads, :, -1] = 0
         if scores.lone:
-            k[:, head, 1:-1, -1] = -12 / (height * scale)
-    for sink in scores.sinks:
-        for head in heads(sink):
-            key = sink.key % k.shape[2]
-            k[:, head, key] = 0
-            k[:, head, key, -1] = sink.nats / (height * scale)
-            if scores.repeats and sink is scores.sinks[0]:
-                same = slice(key, key + scores.repeats)
-                k[:, head, same], v[:, head, same] = k[:, head, key : key + 1].clone(), v[:, head, key : key + 1].clone()
+            k[:, heads, 1:-1, -1] = -12 / (height * scale)
+    for number, (sink, heads) in enumerate(zip(scores.sinks, heads_of, strict=True)):
+        key = sink.key % k.shape[2]
+        k[:, heads, key] = 0
+        k[:, heads, key, -1] = sink.nats / (height * scale)
+        if scores.repeats and number == 0:
+            k[:, heads, key : key + scores.repeats] = k[:, heads, key : key + 1]
+            v[:, heads, key : key + scores.repeats] = v[:, heads, key : key + 1]
 
 
 def hostile(seed: int, keys: int, kv_heads: int) -> Scores:
@@ -113,18 +110,15 @@ def hostile(seed: int, keys: int, kv_heads: int) -> Scores:
     highest = choose.choice((12, 24, 88))
     nats = choose.uniform(4, highest)
     equal = choose.random() < 0.3
-    sinks = tuple(
-        Sink(
-            choose.randrange(keys),
-            nats if equal else choose.uniform(4, highest),
-            choose.choice((None, choose.randrange(kv_heads))),
-        )
-        for _ in range(choose.choice((0, 1, 1, 1, 2, 4)))
-    )
-    scores = Scores(
+    sinks = []
+    for _ in range(choose.choice((0, 1, 1, 1, 2, 4))):
+        key, own = choose.randrange(keys), nats if equal else choose.uniform(4, highest)
+        sinks.append(Sink(key, own, choose.choice((None, choose.randrange(kv_heads)))))
+    return Scores(
         std=choose.choice((1, 1, 1, 0.3, 2, 4, 8, 16)),
-        sinks=sinks,
+        sinks=tuple(sinks),
         outliers=choose.choice(((0, 1.0), (0, 1.0), (4, 20.0))),
         value_mean=choose.choice((0, 0, 1.0, 10.0)),
+        lone=choose.random() < 0.2,
+        repeats=choose.choice((0, 0, 0, 4, 16)),
     )
-    return replace(scores, lone=choose.random() < 0.2, repeats=choose.choice((0, 0, 0, 4, 16)))

@@ -91,7 +91,7 @@ def json_path(text: str) -> Path:
 HEAD_DIM = one_of(HEAD_DIMS)
 
 LISTS = {  # option that takes a list -> (function that converts an item, help text)
-    "--stage": (stages.resolve, "such as {version} or {stage}"),
+    "--stage": (stages.resolve, "such as v3"),
     "--seq-len": (positive, "any"),
     "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),
     "--heads": (positive, "any"),
@@ -108,9 +108,6 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     `default` is the list as a user would type it. If `default` is None, the option's default value is [None].
     """
     parse, help_text = LISTS[flag]
-    if flag == "--stage":  # the help text shows the default's last stage as an example
-        last = stages.resolve(default.split(",")[-1])
-        help_text = help_text.format(version=stages.version(last), stage=last)
     if default:
         help_text += f" (default: {'all' if default.split(',') == stages.names() else default})"
     parser.add_argument(flag, type=list_of(parse), default=default or [None], metavar="LIST", help=help_text)

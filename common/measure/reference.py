@@ -171,48 +171,37 @@ def plain(
                 other = scale * factor, grad_out if columns == 0 else grad_out.roll(columns, -1)
                 yield run(torch.float64, torch.float64, *other), run(torch.float32, q.dtype, *other)
 
-    results = _Plain(run(torch.float32, q.dtype, scale, grad_out))
-    results.nearby = nearby
-    return results
+    return _WithNearby(run(torch.float32, q.dtype, scale, grad_out), nearby)
 
 
-class _Plain(dict):
-    nearby: Callable[[], Iterator[tuple[dict, dict]]]
+class _WithNearby(dict):
+    def __init__(self, entries: dict, nearby: Callable[[], Iterator]):
+        super().__init__(entries)
+        self.nearby = nearby
 
 
-class Bounds(dict):
-    """The bounds of one result: "largest" and "rms", each [B, H].
-
-    nearby: a function that yields further bounds, of which one may be larger; None if there are none.
-    """
-
-    nearby: Callable[[], Iterator[dict]] | None = None
-
-
-def error_bounds(truth: dict, plain: dict) -> dict[str, Bounds]:
-    """Return, for each result's name, the bounds of each head's "largest" and "rms" error before the last rounding.
+def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
+    """Return, for each result's name, the bounds [B, H] of each head's "largest" and "rms" error before the last rounding.
 
     A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`.
 
     Args:
         truth: the result of the function `truth`.
-        plain: the result of the function `plain` for the same inputs.
+        plain: the result of the function `plain` for the same inputs. If it has the attribute `nearby`, so have the bounds of
+            each result: a function that yields further bounds, of which one may be larger.
     """
-    magnitudes = {
-        name: {kind: FLOAT32_LOSS * size(truth["magnitudes"][name]) for kind, size in _SIZES.items()} for name in plain
-    }
+    losses = {name: {kind: FLOAT32_LOSS * size(truth["magnitudes"][name]) for kind, size in _SIZES.items()} for name in plain}
 
     def bounds(name, exact, yardstick):
         error = yardstick[name].double() - exact[name]
-        return {kind: FACTORS[name] * size(error) + magnitudes[name][kind] for kind, size in _SIZES.items()}
+        return {kind: FACTORS[name] * size(error) + losses[name][kind] for kind, size in _SIZES.items()}
 
-    found = {name: Bounds(bounds(name, truth, plain)) for name in plain}
-    if nearby := getattr(plain, "nearby", None):
-        # Only the bounds are kept, because the results of all nearby problems may not fit into memory.
-        others = functools.cache(lambda: [{name: bounds(name, *pair) for name in found} for pair in nearby()])
-        for name, bound in found.items():
-            bound.nearby = lambda name=name: (other[name] for other in others())
-    return found
+    found = {name: bounds(name, truth, plain) for name in plain}
+    if (nearby := getattr(plain, "nearby", None)) is None:
+        return found
+    # Only the bounds are kept, because the results of all nearby problems may not fit into memory.
+    others = functools.cache(lambda: [{name: bounds(name, *pair) for name in found} for pair in nearby()])
+    return {name: _WithNearby(found[name], lambda name=name: (other[name] for other in others())) for name in found}
 
 
 def error_before_rounding(got: Tensor, truth: Tensor) -> Tensor:
@@ -244,14 +233,14 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
     allowed = stacked(bounds)
     if (errors <= allowed).all():  # false for NaN; the CPU waits for the GPU only here
         return
-    for more in nearby() if (nearby := getattr(bounds, "nearby", None)) else ():
-        allowed = torch.fmax(allowed, stacked(more))
-    if (errors <= allowed).all():
-        return
+    if hasattr(bounds, "nearby"):
+        allowed = functools.reduce(torch.fmax, map(stacked, bounds.nearby()), allowed)
+        if (errors <= allowed).all():
+            return
     kind, *head = torch.unravel_index((errors / allowed).nan_to_num(torch.inf).argmax(), errors.shape)
     of_head = error[tuple(head)]
-    worst = (*head, *torch.unravel_index(of_head.argmax(), of_head.shape))  # argmax treats NaN as the largest
-    worst = tuple(index.item() for index in worst)
+    element = torch.unravel_index(of_head.argmax(), of_head.shape)  # argmax treats NaN as the largest
+    worst = tuple(index.item() for index in (*head, *element))
     size, bound = (of_heads[kind, *head] for of_heads in (errors, allowed))
     raise AssertionError(
         f"{name}: {list(_SIZES)[kind]} error {size:.3g} of a head exceeds {bound:.3g}, the bound from plain PyTorch's error;"

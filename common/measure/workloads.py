@@ -16,12 +16,9 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 TOKENS = 16384  # batch * seq_len
 HIDDEN = 2048  # heads * head_dim
-if DEVICE == "cuda":
-    HEAD_DIMS = (64, 128)
-    SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
-else:  # small sizes for the interpreter, but with several tiles of queries and keys
-    HEAD_DIMS = (64,)
-    SEQ_LENS = (512, 1024)
+# The interpreter gets small sizes, but with several tiles of queries and keys.
+HEAD_DIMS = (64, 128) if DEVICE == "cuda" else (64,)
+SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384) if DEVICE == "cuda" else (512, 1024)
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,7 @@ class Workload:
     @classmethod
     def of(cls, record: dict) -> "Workload":
         """Return the workload of a record. A record may lack the fields that have defaults."""
-        names = {field.name: field.name.rstrip("_") for field in fields(cls)}
-        return cls(**{field: record[name] for field, name in names.items() if name in record})
+        return cls(**{field.name: record[name] for field in fields(cls) if (name := field.name.rstrip("_")) in record})
 
     @property
     def flops(self) -> float:
@@ -106,6 +102,4 @@ class Workload:
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:
     """Return the papers' (batch, heads), so that B · S = 16384 and H · D = 2048. On the CPU, return (1, 2) to save time."""
-    if DEVICE == "cpu":
-        return 1, 2
-    return max(1, TOKENS // seq_len), HIDDEN // head_dim
+    return (1, 2) if DEVICE == "cpu" else (max(1, TOKENS // seq_len), HIDDEN // head_dim)

@@ -65,17 +65,17 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     return {"fwd": forward, "bwd": forward + gradients, "fwd+bwd": 2 * forward + gradients}[w.pass_]
 
 
-@contextlib.contextmanager
-def counted_sends():
-    """Count the bytes that this process sends to other ranks in this context. Yield a list whose only element is the count."""
-    sent, begin = [0], dist.batch_isend_irecv
+def bytes_sent_in(call: Callable) -> int:
+    """Run `call` once, and return the bytes that this process sends to other ranks during the call."""
+    sent, begin = [], dist.batch_isend_irecv
 
     def counting(operations):
-        sent[0] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        sent.extend(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
         return begin(operations)
 
     with mock.patch.object(dist, "batch_isend_irecv", counting):
-        yield sent
+        call()
+    return sum(sent)
 
 
 @contextlib.contextmanager
@@ -186,9 +186,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
         check(attend, workload, group)
         call, found = call_of(attend, workload, [shard(tensor, 2, group) for tensor in workload.inputs()]), {}
         if impl not in SDPA:
-            with counted_sends() as sent:
-                call()
-            found |= {"sent_bytes": sent[0], "sent_formula": sent_bytes(workload, size, dist.get_rank(group))}
+            found |= {"sent_bytes": bytes_sent_in(call), "sent_formula": sent_bytes(workload, size, dist.get_rank(group))}
         if ON_GPUS:
             every = [None] * size
             dist.all_gather_object(every, footprint(call)["peak_extra_mib"], group=group)

@@ -45,9 +45,7 @@ MILLION = 2**20  # number of tokens of the sequence with --million
 PASSES = ("fwd", "fwd+bwd")
 
 TIMEOUT = datetime.timedelta(minutes=4)  # a rank waits so long for another rank, which may compile and tune kernels meanwhile
-SPIN_S = 5e-3  # a GPU spins so long before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 3, 30  # GPU time of all rounds together; minimum and maximum number of rounds
 
 
 def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
@@ -147,7 +145,10 @@ def check(attend: Callable, workload: Workload, group):
 
 
 class _Together(GpuTimer):
-    """A timer whose rounds begin on all GPUs of a group together: the GPUs wait for each other in a reduction."""
+    """A timer for the GPUs of a group. They begin each round together, and the round's time is that of the slowest rank.
+
+    All ranks get the same times, so all ranks run equally many rounds.
+    """
 
     def __init__(self, group):
         self.group = group
@@ -155,14 +156,14 @@ class _Together(GpuTimer):
 
     def clear_cache(self):
         super().clear_cache()
-        dist.all_reduce(self._cache_filler[:1], group=self.group)
+        dist.all_reduce(self._cache_filler[:1], group=self.group)  # the GPUs wait for each other
 
-    def slowest(self, call: Callable, count: int, warm_up: int) -> tuple[list[float], bool]:
-        """Return the seconds of the slowest rank in each round, and whether this rank's launches were hidden."""
-        seconds, exposed = self._rounds(call, count, SPIN_S, warm_up)
-        times = torch.tensor(seconds, device=DEVICE, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, self.group)
-        return times.tolist(), not exposed
+    def _rounds(self, *options):
+        seconds, exposed = super()._rounds(*options)
+        slowest = torch.tensor([*seconds, exposed], device=DEVICE, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self.group)
+        *seconds, exposed = slowest.tolist()
+        return seconds, bool(exposed)
 
 
 _timer = functools.cache(_Together)
@@ -170,13 +171,9 @@ _timer = functools.cache(_Together)
 
 def timed(call: Callable, group) -> dict:
     """Measure a call's time until the last rank is done. Return the median and interquartile range of the rounds, in ms."""
-    timer = _timer(group)
-    call()
-    (estimate,), _ = timer.slowest(call, 1, 0)
-    count = max(FEWEST_ROUNDS, min(int(ROUNDS_S / estimate), MOST_ROUNDS))
-    times, hidden = timer.slowest(call, count, 1 + count // 10)
-    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": count, "launch_hidden": hidden}
+    seconds, hidden = _timer(group).measure(call)
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": len(seconds), "launch_hidden": hidden}
 
 
 def measure(impl: str, workload: Workload, group) -> dict:
@@ -227,8 +224,7 @@ def start_ranks(module: str, argv: list[str], gpus: int):
 def parse_options(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
-    gpus_help = "number of GPUs that share a sequence (default: %(default)s)"
-    parser.add_argument("--gpus", type=single(positive), default=2, help=gpus_help)
+    parser.add_argument("--gpus", type=single(positive), default=2, help="GPUs that share a sequence (default: %(default)s)")
     tokens_help = "even numbers of tokens per GPU (default: %(default)s)"
     parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
     parser.add_argument("--pass", type=list_of(one_of(PASSES)), default=",".join(PASSES), metavar="LIST", help="of %(default)s")
@@ -237,8 +233,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         ("--head-dim", HEAD_DIMENSIONS), ("--causal", "yes"), ("--dtype", "bfloat16"),
     ):  # fmt: skip
         add_list(parser, flag, default)
-    million_help = f"only stages, only on all GPUs together, with {MILLION} tokens"
-    parser.add_argument("--million", action="store_true", help=million_help)
+    parser.add_argument("--million", action="store_true", help=f"only stages, only on all GPUs, with {MILLION} tokens")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run to FILE")
     options = parser.parse_args(argv)
     options.gpus = int(os.environ.get("WORLD_SIZE", options.gpus))  # torchrun sets WORLD_SIZE

@@ -5,28 +5,22 @@
 `common.measure.trace` records the accesses.
 """
 
-import argparse
 import itertools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch, Rectangle
 
-matplotlib.use("Agg")  # draws into files; needs no display
-
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.collections import PatchCollection  # noqa: E402
-from matplotlib.legend_handler import HandlerTuple  # noqa: E402
-from matplotlib.patches import Patch, Rectangle  # noqa: E402
-
-import stages  # noqa: E402
-from common.measure import terminal  # noqa: E402
-from common.measure.options import add_list, list_of, one_of, workloads_of  # noqa: E402
-from common.measure.trace import Trace, trace  # noqa: E402
-from common.measure.workloads import Workload  # noqa: E402
-from common.show.results import PLOTS  # noqa: E402
-from common.show.tables import PASS_NAMES, mask  # noqa: E402
+import stages
+from common.measure.options import add_list, command, list_of, one_of, workloads_of
+from common.measure.trace import Trace, trace
+from common.measure.workloads import Workload
+from common.show.results import PLOTS
+from common.show.tables import PASS_NAMES, mask
 
 TRACES = PLOTS / "traces"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # colors of programs; the colors repeat
@@ -135,10 +129,8 @@ def draw(names: list[str], workload: Workload, path: Path):
     """Write a picture with a panel for each stage. Panels with the same unit have the same scale."""
     panels = [accesses(name, trace(stages.load(name), workload)) for name in names]
     heights = [max(1, len(panel.lanes)) * LANE + GAP for panel in panels]
-    figure, grid = plt.subplots(
-        len(names), 1, figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained", squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-    )  # fmt: skip
+    figure = Figure(figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained")
+    grid = figure.subplots(len(names), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         _draw(axes, panel)
         axes.set_xlim(0, max(other.end for other in panels if other.unit == panel.unit))
@@ -155,18 +147,13 @@ def draw(names: list[str], workload: Workload, path: Path):
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def main(argv: list[str]):
     """Run the command line."""
-    terminal.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m common.show.traces",
-        description="Draw which tiles of which tensors a stage reads and writes, in order. LIST is comma-separated.",
-    )
+    parser = command("common.show.traces", __doc__)
     add_list(parser, "--stage", "v2,v3")
-    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    passes = list_of(one_of(("fwd", "bwd")))
     parser.add_argument("--pass", dest="pass_", type=passes, default="fwd", metavar="LIST", help="fwd, bwd (default: fwd)")
     shape = {"head_dim": "32", "causal": "yes", "seq_len": "1024", "heads": "1", "kv_heads": None}
     for name, default in shape.items():

@@ -64,8 +64,8 @@ def test_gluon_has_partitions_and_cycles():
 
 
 def test_the_command_draws_a_lane_for_each_tensor(tmp_path, monkeypatch, capsys):
-    figures = []
-    monkeypatch.setattr(traces.plt, "close", figures.append)
+    figures, Figure = [], traces.Figure
+    monkeypatch.setattr(traces, "Figure", lambda **options: figures.append(Figure(**options)) or figures[-1])
     monkeypatch.setattr(traces, "TRACES", tmp_path)
     traces.main(["--stage", "v2,v3", "--pass", "fwd,bwd", "--seq-len", "64", "--head-dim", "16"])
     paths = [tmp_path / f"v2-v3-{pass_}-d16-causal-s64.png" for pass_ in ("fwd", "bwd")]

@@ -103,23 +103,19 @@ PLACE = re.compile(
 )
 
 
-def parse(log: str) -> tuple[list[Report], int]:
+def parse(log: str) -> tuple[list[Report], int | None]:
     """Return the reports in a tool's log in the log's order, and the total number of reports.
 
-    The total is larger if the tool has not printed all reports. A report is an unindented line, followed by indented lines with
-    accesses, threads and stack frames.
-
-    Raises:
-        ValueError: the log has no summary at its end, so the tool has not finished.
+    The total is larger if the tool has not printed all reports. It is None if the log has no summary at its end, because the
+    tool has not finished. A report is an unindented line, followed by indented lines with accesses, threads and stack frames.
     """
-    total = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
-    if not total:
-        raise ValueError("no summary")
+    total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
     found = []
     for text in re.findall(r"^========= (.+)$", log, re.MULTILINE):
         found += [] if text.startswith(" ") else [[]]
         found[-1].append(text.strip())
-    return [_report(*texts) for texts in found if texts[0] != "COMPUTE-SANITIZER" and "SUMMARY:" not in texts[0]], int(total[0])
+    reports = [_report(*texts) for texts in found if texts[0] != "COMPUTE-SANITIZER" and "SUMMARY:" not in texts[0]]
+    return reports, total and int(total[1])
 
 
 def _report(kind: str, *others: str) -> Report:
@@ -146,11 +142,10 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
     last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]
-    try:
-        reports, total = parse(log)
-    except ValueError:
-        return collections.Counter([Report(f"{tool} did not finish: {last}")])
-    if total > len(reports):
+    reports, total = parse(log)
+    if total is None:
+        reports.append(Report(f"{tool} did not finish: {last}"))
+    elif total > len(reports):
         reports.append(Report(f"{total - len(reports)} reports that were not printed"))
     if run.returncode and not reports:
         reports.append(Report(f"the program failed: {last}"))

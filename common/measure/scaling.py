@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stages
 from common.entry import Unavailable
-from common.measure import machine, reference, terminal
+from common.measure import machine, reference
 from common.measure.baselines import call_of
 from common.measure.footprint import footprint
-from common.measure.options import add_list, json_path, list_of, one_of, positive, single, write_json
+from common.measure.options import add_list, command, json_path, list_of, one_of, positive, single, write_json
 from common.measure.timing import GpuTimer
 from common.measure.workloads import DTYPES, Workload
 from common.ring import Ring, ring_attention, shard, unshard
@@ -80,10 +80,8 @@ def bytes_sent_in(call: Callable) -> int:
 def attention_of(impl: str, group, causal: bool):
     """Enter a context, and yield a function `attend(q, k, v)` that computes this rank's part of the output.
 
-    The arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects.
-
-    Raises:
-        Unavailable: PyTorch has no context parallelism, or its interface differs from the one in PyTorch 2.11 to 2.13.
+    The arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects. PyTorch 2.11 to 2.13 have
+    the interface of context parallelism that this function uses.
     """
     if impl not in SDPA:
         yield functools.partial(ring_attention, stages.load(impl), group=group, causal=causal)
@@ -92,12 +90,10 @@ def attention_of(impl: str, group, causal: bool):
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPA[impl]))
         if size > 1:
-            try:
-                from torch.distributed.device_mesh import DeviceMesh
-                from torch.distributed.tensor.experimental import context_parallel
-                from torch.distributed.tensor.experimental._attention import _cp_options
-            except ImportError as error:
-                raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.tensor.experimental import context_parallel
+            from torch.distributed.tensor.experimental._attention import _cp_options
+
             _cp_options.enable_load_balance = causal  # with a causal mask, a rank gets the chunks that `shard` selects
             some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires some tensor
             context = context_parallel(DeviceMesh.from_group(group, DEVICE), buffers=[some], buffer_seq_dims=[0])
@@ -223,7 +219,7 @@ def start_ranks(module: str, argv: list[str], gpus: int):
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Exit with status 2 on an invalid value."""
-    parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
+    parser = command("common.measure.scaling", __doc__)
     parser.add_argument("--gpus", type=single(positive), default=2, help="GPUs that share a sequence (default: %(default)s)")
     tokens_help = "even numbers of tokens per GPU (default: %(default)s)"
     parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
@@ -267,7 +263,6 @@ def cases(options) -> list[tuple[str, Workload, int]]:
 
 def main(argv: list[str]) -> int:
     """Run one rank. Return the exit status, which is 1 if a result was wrong or a stage failed."""
-    terminal.prepare()
     options = parse_options(argv)
     if "WORLD_SIZE" not in os.environ:
         start_ranks("common.measure.scaling", argv, options.gpus)
@@ -301,8 +296,7 @@ def main(argv: list[str]) -> int:
     if rank == 0 and options.json:
         write_json(options.json, run)
     dist.destroy_process_group()
-    wrong = [r for r in run["records"] if r.get("failure") in ("WRONG", "ERROR") and r["impl"] not in SDPA]
-    return 1 if wrong else 0
+    return int(any(r.get("failure") in ("WRONG", "ERROR") and r["impl"] not in SDPA for r in run["records"]))
 
 
 if __name__ == "__main__":

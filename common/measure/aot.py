@@ -42,12 +42,11 @@ from common.measure.progress import Progress
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 USUAL_ARCHS = (80, 90, 100)  # they have different instructions to copy and multiply tiles
 INSTRUCTIONS = {  # name in the table -> name in PTX
-    "mma.sync": "mma.sync",
-    "wgmma": "wgmma.mma_async",
-    "tcgen05": "tcgen05.mma",
-    "cp.async": "cp.async.cg",
+    "mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "cp.async": "cp.async.cg",
     "TMA": "cp.async.bulk.tensor",
-}
+}  # fmt: skip
+CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
+COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
 ROOT = pathlib.Path(__file__).parents[2]
 BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # ordinary sizes, with which every kernel is compiled
 
@@ -205,20 +204,14 @@ def compile_cases(cases: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Format the rows as a table."""
-    names = {
-        "arch": "arch", "dtype": "dtype", "head_dim": "D", "value_dim": "Dv", "causal": "causal", "kv_heads": "K/V heads",
-        "kernel": "kernel", "registers": "regs", "spilled_bytes": "spilled",
-    }  # fmt: skip
     cells = [
-        [stages.version(row["stage"]), *(row[name] for name in names), re.sub(r"[A-Za-z_]+=", "", row["config"]),
-         " ".join(row["instructions"]), f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}"]
+        [stages.version(row["stage"]), *(row[name] for name in CASE[1:]), row["kernel"], row["registers"], row["spilled_bytes"],
+         re.sub(r"[A-Za-z_]+=", "", row["config"]), " ".join(row["instructions"]),
+         f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}"]
         for row in rows
     ]  # fmt: skip
-    return tabulate(cells, ["stage", *names.values(), "config", "instructions", "shared"])
-
-
-CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
-COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
+    headers = ["stage", "arch", "dtype", "D", "Dv", "causal", "K/V heads", "kernel", "regs", "spilled"]
+    return tabulate(cells, [*headers, "config", "instructions", "shared"])
 
 
 def _named(case: dict) -> str:
@@ -283,8 +276,7 @@ def main(argv: list[str]) -> int:
         help_text = f"any of {', '.join(map(str, choices))} (default: %(default)s)"
         parser.add_argument(flag, type=list_of(one_of([*choices])), default=default, metavar="LIST", help=help_text)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
-    against_help = "compare with the kernels of git revision REV: registers, spills, shared memory, PTX instructions"
-    parser.add_argument("--against", metavar="REV", help=against_help)
+    parser.add_argument("--against", metavar="REV", help="compare the compiled kernels with those of git revision REV")
     options = parser.parse_args(argv)
     product = itertools.product(*(getattr(options, name) for name in CASE))
     records = compile_cases([dict(zip(CASE, values, strict=True)) for values in product])

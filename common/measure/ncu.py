@@ -178,13 +178,12 @@ def main(argv: list[str]):
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
     add_in_profiler(parser)
     available = ",".join(name for name in stages.names() if not stages.unavailable(name))
-    for flag, default in (
-        ("--stage", available), ("--seq-len", "2048"), ("--head-dim", "64,128"), ("--heads", "2"), ("--kv-heads", None),
-        ("--value-dim", None),
-    ):  # fmt: skip
-        add_list(parser, flag, default)
+    add_list(parser, "--stage", available)
+    shape = {"head_dim": "64,128", "seq_len": "2048", "heads": "2", "kv_heads": None, "value_dim": None}
+    for name, default in shape.items():
+        add_list(parser, f"--{name.replace('_', '-')}", default)
     options = parser.parse_args(argv)
-    shapes = {name: getattr(options, name) for name in ("head_dim", "seq_len", "heads", "kv_heads", "value_dim")}
+    shapes = {name: getattr(options, name) for name in shape}
     options.workloads = workloads_of(parser, pass_=("fwd", "bwd"), causal=(False, True), **shapes)
     if options.what == "count":
         add_counts(options)

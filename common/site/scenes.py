@@ -78,11 +78,6 @@ def described(lane: str) -> str:
     return WORDS.get(lane.rstrip("\N{PRIME}"), "") + (", another copy" if lane.endswith("\N{PRIME}") else "")
 
 
-def partition_of(span) -> str:
-    """Return the number of a span's partition, and the name of the partition's function."""
-    return str(span.who).split(", partition ")[-1].replace(": _", ": ")
-
-
 def passes(name: str) -> list[str]:
     """Return the passes that a stage changes."""
     parent = stages.parent(name)
@@ -93,28 +88,27 @@ def scenes(name: str) -> list[Scene]:
     """Record the passes that a stage changes, for the parent and for the stage."""
     shape = USUAL | UNUSUAL.get(name, {})
     gpu = replace(ONE_SM, num_sms=shape.pop("sms", 1))
-    return [_scene(name, pass_, shape, gpu) for pass_ in passes(name)]
-
-
-def _scene(name, pass_, shape, gpu) -> Scene:
-    workload = Workload(pass_, 1, dtype="float16", **{"heads": 1} | shape)
-    recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
-    length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
-    heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
-    words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
-    units = [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())]
-    return Scene(pass_, words, [accesses(stage, each) for stage, each in recorded.items()], units)
+    found = []
+    for pass_ in passes(name):
+        workload = Workload(pass_, 1, dtype="float16", **{"heads": 1} | shape)
+        recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
+        length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
+        heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
+        words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
+        units = [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())]
+        found.append(Scene(pass_, words, [accesses(stage, each) for stage, each in recorded.items()], units))
+    return found
 
 
 def _units(stage: str, recorded: Trace) -> Panel:
     """Return the panel of the longest launch, with a lane for each unit of the SM."""
     spans = max(recorded.spans.values(), key=lambda spans: max((span.end for span in spans), default=0))
-    partitions = sorted({partition_of(span) for span in spans})
+    # The number of each span's partition, and the name of the function that the partition runs.
+    partitions = [str(span.who).split(", partition ")[-1].replace(": _", ": ") for span in spans]
+    colors = {who: place % len(COLORS) for place, who in enumerate(sorted({*partitions}))}
     found = {unit: [] for unit in UNITS}
-    for span in spans:
-        who = partition_of(span)
-        mark = Mark("busy", partitions.index(who) % len(COLORS), span.start, span.end, 0.0, 1.0, f"{who}: {span.what}")
-        found[span.unit].append(mark)
-    keys = {place % len(COLORS): who for place, who in enumerate(partitions)}
+    for who, span in zip(partitions, spans, strict=True):
+        found[span.unit].append(Mark("busy", colors[who], span.start, span.end, 0.0, 1.0, f"{who}: {span.what}"))
+    keys = {color: who for who, color in colors.items()}
     end = max(span.end for span in spans)
     return Panel(stage, "cycles of the model of an SM", end, len(spans), 0.0, found, keys, busy(spans, end))

@@ -10,6 +10,7 @@ and describes the chosen GPU. So Triton compiles every kernel for that GPU, but 
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -22,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import torch
@@ -40,12 +42,11 @@ from common.measure.progress import Progress
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 USUAL_ARCHS = (80, 90, 100)  # they have different instructions to copy and multiply tiles
 INSTRUCTIONS = {  # name in the table -> name in PTX
-    "mma.sync": "mma.sync",
-    "wgmma": "wgmma.mma_async",
-    "tcgen05": "tcgen05.mma",
-    "cp.async": "cp.async.cg",
+    "mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "cp.async": "cp.async.cg",
     "TMA": "cp.async.bulk.tensor",
-}
+}  # fmt: skip
+CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
+COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
 ROOT = pathlib.Path(__file__).parents[2]
 BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # ordinary sizes, with which every kernel is compiled
 
@@ -87,7 +88,7 @@ def first_that_survives(autotuner, kwargs):
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
-    """Describe a compiled kernel: return the entries that `compile_cases` adds to the case's dict."""
+    """Describe a compiled kernel: return the entries that a row has besides those of its case."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
     source_ir = texts.get(".ttir") or texts[".ttgir"]  # Gluon has no .ttir
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
@@ -103,7 +104,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
         "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
         "dots": sum(source_ir.count(name) for name in ("tt.dot ", "ttng.warp_group_dot ")),
         "descriptors": sum(str(type_name).startswith("tensordesc") for type_name in source.signature.values()),
-        "ptx": dict(collections.Counter(opcodes(texts[".ptx"]))),
+        "ptx": collections.Counter(opcodes(texts[".ptx"])),
         "code": hashlib.sha256(code(texts[".ptx"]).encode()).hexdigest()[:12],
     }
 
@@ -126,22 +127,20 @@ def code(ptx: str) -> str:
 
 def opcodes(ptx: str) -> list[str]:
     """Return the opcode of each PTX instruction with its modifiers, such as "add.s32"."""
-    # Remove lines that are no instructions: comments, labels, and directives such as .loc.
-    statements = re.split(r"[;{}]", re.sub(r"//.*|^\s*[$\w]+:|^\s*\.[^;{\n]*$", "", ptx, flags=re.MULTILINE))
-    found = (re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)", statement) for statement in statements)
-    return [opcode[1] for opcode in found if opcode]
+    # An instruction begins a line or a statement, and may have a predicate. A label ends with a colon.
+    return re.findall(r"(?:^|[;{}])\s*(?:@!?%\w+\s+)?([a-z][\w.:]*\w)(?=[\s;])", code(ptx), re.MULTILINE)
 
 
-def _compile_case(sender, case):
-    """Compile the kernels of a case in this process. Send the case's (rows, errors, unavailable) through `sender`."""
-    compiled, rows, errors, output = {}, [], [], io.StringIO()
+def _compile_case(case: dict) -> list[dict]:
+    """Compile the kernels of a case in this process, and return the case's records."""
+    compiled, records, output = {}, [], io.StringIO()
 
     def on_compiled(src, metadata, metadata_group, times, cache_hit):
         compiled[metadata["hash"]] = _describe(src, metadata, metadata_group, output.getvalue())
         output.seek(output.truncate(0))
 
     def on_launched(metadata):
-        rows.append(case | compiled[metadata.hash])
+        records.append(case | compiled[metadata.hash])
 
     driver = StandInDriver(case["arch"], on_launched, lambda kernel_call, **options: [0.0, 0.0, 0.0])
     triton.runtime.driver.set_active(driver)
@@ -150,8 +149,7 @@ def _compile_case(sender, case):
     triton.knobs.nvidia.dump_ptxas_log = True  # the compiler prints the log to stdout
     Autotuner.prune_configs = first_that_survives
     if reason := stages.unavailable(case["stage"]):
-        sender.send(([], [], [case | {"reason": reason}]))
-        return
+        return [case | {"reason": reason}]
 
     heads = HEADS, case["kv_heads"], case["kv_heads"], HEADS, HEADS
     head_dim, value_dim = case["head_dim"], case["value_dim"] or case["head_dim"]
@@ -166,27 +164,20 @@ def _compile_case(sender, case):
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 function(*arguments, **options)
         except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
-            errors.append(case | {"error": f"{function.__name__}: {type(error).__name__}: {error}"})
-    sender.send((rows, errors, []))
+            records.append(case | {"error": f"{function.__name__}: {type(error).__name__}: {error}"})
+    return records
 
 
-def _in_own_process(context, case):
-    """Compile a case in its own process, and return (rows, errors, unavailable).
-
-    The new process has not cached any kernel. If the compiler crashes, only the new process ends.
-    """
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_compile_case, args=(sender, case))
-    process.start()
-    sender.close()  # the new process has its own copy; if the process dies, recv() raises EOFError
-    try:
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        return [], [case | {"error": f"the compiler's process died, exit code {process.exitcode}"}], []
+def _in_own_process(context, case: dict) -> list[dict]:
+    """Compile a case in a new process, which has cached no kernel. If the compiler crashes, only the new process ends."""
+    with concurrent.futures.ProcessPoolExecutor(1, context) as process:
+        try:
+            return process.submit(_compile_case, case).result()
+        except BrokenProcessPool:
+            return [case | {"error": "the compiler's process died"}]
 
 
-def compile_cases(cases):
+def compile_cases(cases: list[dict]) -> list[dict]:
     """Compile every kernel of the cases in parallel on all CPU cores, with a progress line.
 
     An autotuned kernel is compiled with the first configuration that the autotuner would try.
@@ -196,52 +187,39 @@ def compile_cases(cases):
             value_dim (None means head_dim).
 
     Returns:
-        Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
-        `error`. An unavailable case, whose stage does not support the GPU, gets the key `reason`. A row describes a kernel. It
-        is the case's dict with the keys of `_describe`. The number of matmuls, `dots`, is counted before most compiler passes.
+        Records in the order of the cases. A record is its case's dict with more keys. A row, for a kernel, has those of
+        `_describe`. Its number of matmuls, `dots`, is counted before most compiler passes. Any other record has the key
+        `error`, or the key `reason`, which says why the stage does not support the GPU.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # the new processes compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
-    context = multiprocessing.get_context("forkserver")
+    context, records = multiprocessing.get_context("forkserver"), []
     context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool, Progress(len(cases)) as bar:
-        futures = [pool.submit(_in_own_process, context, case) for case in cases]
-        try:
-            for _ in concurrent.futures.as_completed(futures):
-                bar.update(1)
-        finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C no further case starts
-    found = zip(*(future.result() for future in futures), strict=True)
-    return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
+        for found in pool.map(functools.partial(_in_own_process, context), cases):  # after Ctrl-C no further case starts
+            records += found
+            bar.update(1)
+    return records
 
 
 def table(rows: list[dict]) -> str:
     """Format the rows as a table."""
-    names = {
-        "arch": "arch", "dtype": "dtype", "head_dim": "D", "value_dim": "Dv", "causal": "causal", "kv_heads": "K/V heads",
-        "kernel": "kernel", "registers": "regs", "spilled_bytes": "spilled",
-    }  # fmt: skip
-    return tabulate(
-        [
-            {"stage": stages.version(row["stage"]), **{shown: row[name] for name, shown in names.items()}}
-            | {"config": re.sub(r"[A-Za-z_]+=", "", row["config"]), "instructions": " ".join(row["instructions"])}
-            | {"shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}"}
-            for row in rows
-        ],
-        headers="keys",
-    )
-
-
-CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
-COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
+    cells = [
+        [stages.version(row["stage"]), *(row[name] for name in CASE[1:]), row["kernel"], row["registers"], row["spilled_bytes"],
+         re.sub(r"[A-Za-z_]+=", "", row["config"]), " ".join(row["instructions"]),
+         f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}"]
+        for row in rows
+    ]  # fmt: skip
+    headers = ["stage", "arch", "dtype", "D", "Dv", "causal", "K/V heads", "kernel", "regs", "spilled"]
+    return tabulate(cells, [*headers, "config", "instructions", "shared"])
 
 
 def _named(case: dict) -> str:
     return " ".join(f"{name}={case[name]}" for name in CASE)
 
 
-def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile the kernels of a git revision with the current `common/measure` and options. Return what `--json` writes.
+def _at_revision(revision: str, argv: list[str]) -> list[dict]:
+    """Compile the kernels of a git revision with the current `common/measure` and options. Return their rows.
 
     Raises:
         SystemExit: the revision does not exist, or one of its stages or kernels does not compile.
@@ -257,7 +235,7 @@ def _at_revision(revision: str, argv: list[str]) -> dict:
         done = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise SystemExit(f"the kernels of {revision} do not all compile")
-        return json.loads((tree / "rows.json").read_text())
+        return json.loads((tree / "rows.json").read_text())["rows"]
 
 
 def differences(before: list[dict], after: list[dict]) -> list[str]:
@@ -265,22 +243,21 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
 
     Kernels with the same case and name are compared in their order.
     """
-    old, new = collections.defaultdict(list), collections.defaultdict(list)
-    for kernels, rows in ((old, before), (new, after)):
+    kernels, lines = collections.defaultdict(lambda: ([], [])), []
+    for side, rows in enumerate((before, after)):
         for row in rows:
-            kernels[f"{row['kernel']} {_named(row)}"].append(row)
-    lines = []
-    pairs = [(name, *pair) for name in old | new for pair in itertools.zip_longest(old[name], new[name])]
-    for name, one, other in pairs:
-        if not one or not other:
-            lines.append(f"{name}: only {'after' if other else 'before'}")
-            continue
-        changed = [f"{what} {one[what]} -> {other[what]}" for what in COMPARED if one[what] != other[what]]
-        counts = [collections.Counter(row["ptx"]) for row in (one, other)]
-        for sign, more in (("+", counts[1] - counts[0]), ("-", counts[0] - counts[1])):
-            changed += [f"{sign}{number} {opcode}" for opcode, number in sorted(more.items())]
-        if changed:
-            lines.append(f"{name}: {', '.join(changed)}")
+            kernels[f"{row['kernel']} {_named(row)}"][side].append(row)
+    for name, both in kernels.items():
+        for old, new in itertools.zip_longest(*both):
+            if not old or not new:
+                lines.append(f"{name}: only {'after' if new else 'before'}")
+                continue
+            changed = [f"{what} {old[what]} -> {new[what]}" for what in COMPARED if old[what] != new[what]]
+            more = {
+                opcode: new["ptx"].get(opcode, 0) - old["ptx"].get(opcode, 0) for opcode in sorted({*old["ptx"], *new["ptx"]})
+            }
+            changed += [f"{number:+} {opcode}" for opcode, number in more.items() if number]
+            lines += [f"{name}: {', '.join(changed)}"] if changed else []
     return lines
 
 
@@ -299,19 +276,18 @@ def main(argv: list[str]) -> int:
         help_text = f"any of {', '.join(map(str, choices))} (default: %(default)s)"
         parser.add_argument(flag, type=list_of(one_of([*choices])), default=default, metavar="LIST", help=help_text)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
-    against_help = "compare with the kernels of git revision REV: registers, spills, shared memory, PTX instructions"
-    parser.add_argument("--against", metavar="REV", help=against_help)
+    parser.add_argument("--against", metavar="REV", help="compare the compiled kernels with those of git revision REV")
     options = parser.parse_args(argv)
     product = itertools.product(*(getattr(options, name) for name in CASE))
-    rows, errors, unavailable = compile_cases([dict(zip(CASE, values, strict=True)) for values in product])
-
+    records = compile_cases([dict(zip(CASE, values, strict=True)) for values in product])
+    rows, errors = ([record for record in records if key in record] for key in ("kernel", "error"))
     for row in rows:
         if row["shared_bytes"] > (limit := SHARED_LIMIT[row["arch"]]):
             needs = f"{row['kernel']} {row['config']} needs {row['shared_bytes']} bytes of shared memory, but a CTA has {limit}"
             errors.append(row | {"error": needs})
     if rows and not options.against:
         print(table(rows))
-    for line in dict.fromkeys(f"{case['stage']} {case['reason']}" for case in unavailable):
+    for line in dict.fromkeys(f"{record['stage']} {record['reason']}" for record in records if "reason" in record):
         print(line)
     for row in rows:
         for warning in row["warnings"]:
@@ -319,12 +295,12 @@ def main(argv: list[str]) -> int:
     for error in errors:
         print(f"error: {_named(error)}: {error['error']}", file=sys.stderr)
     if options.json:
-        write_json(options.json, {"rows": rows, "errors": errors, "unavailable": unavailable})
+        write_json(options.json, {"rows": rows, "errors": errors})
     if not rows and not errors:
         print("nothing was compiled", file=sys.stderr)
         return 2
     if options.against and not errors:
-        lines = differences(_at_revision(options.against, argv)["rows"], rows)
+        lines = differences(_at_revision(options.against, argv), rows)
         print(*lines, f"{len(rows)} kernels compared with {options.against}: {len(lines)} differ", sep="\n")
         return 1 if lines else 0
     return 1 if errors else 0

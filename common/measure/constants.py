@@ -14,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from unittest import mock
 
 import stages
@@ -65,16 +64,12 @@ DECISIONS = {
 }  # fmt: skip
 
 
-def _modules() -> list[ModuleType]:
-    """Return the modules of the newest stage's forward."""
-    files = stages.files("forward", NEWEST)
-    return [importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}") for file in files]
-
-
 @contextlib.contextmanager
 def forced(key: str, choice: int | None):
     """Enter a context in which the newest stage makes a choice. With None, the host decides. Yield the list of all plans."""
-    plan, plans = next(module.plan for module in _modules() if hasattr(module, "plan")), []
+    files = stages.files("forward", NEWEST)
+    modules = [importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}") for file in files]
+    plan, plans = next(module.plan for module in modules if hasattr(module, "plan")), []
 
     def watched(*args):
         plans.append(plan(*args))
@@ -82,7 +77,7 @@ def forced(key: str, choice: int | None):
 
     values = {"plan": watched} | ({} if choice is None else DECISIONS[key].names(choice))
     with contextlib.ExitStack() as stack:
-        for module, (name, value) in itertools.product(_modules(), values.items()):
+        for module, (name, value) in itertools.product(modules, values.items()):
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, value))
         # A replay would repeat an earlier choice.

@@ -98,12 +98,9 @@ def count(call: Callable) -> Count:
     return Count(counter.launches, counter.peak)
 
 
-def _tensors(values) -> list[Tensor]:
+def tensors_of(values) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _distinct(tensors) -> list[Tensor]:
-    return list({(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}.values())
 
 
 def _bytes_of(tensor: Tensor) -> int:
@@ -119,9 +116,9 @@ def _values(func, args, kwargs) -> dict:
 def _moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that a PyTorch operator reads, and the tensors that the operator writes."""
     name, values = func.overloadpacket.__name__, _values(func, args, kwargs)
-    read, written = [], _tensors(result)
+    read, written = [], tensors_of(result)
     for argument in func._schema.arguments:
-        tensors = _tensors(values.get(argument.name))
+        tensors = tensors_of(values.get(argument.name))
         changed = argument.alias_info is not None and argument.alias_info.is_write
         if changed:
             written += tensors
@@ -129,14 +126,15 @@ def _moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
             read += tensors
     if name.startswith("new_") or name.endswith("_like"):  # these operators use only the shape and dtype of their argument
         read = []
-    return _distinct(read), _distinct(written)
+    read, written = ({(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in found} for found in (read, written))  # distinct
+    return list(read.values()), list(written.values())
 
 
 def _operator_flops(func, args, kwargs, result) -> int:
     """Return the FLOPs of a PyTorch operator. Attention with a causal mask computes only the scores under the mask."""
     if func.overloadpacket not in _FLOPS:
         return 0
-    flops = _FLOPS[func.overloadpacket](*_tensors(args), out_val=result)
+    flops = _FLOPS[func.overloadpacket](*tensors_of(args), out_val=result)
     values = _values(func, args, kwargs)
     if values.get("is_causal"):
         seq_q, seq_k = (values[name].shape[-2] for name in ("query", "key"))
@@ -207,13 +205,9 @@ class Counter(TorchDispatchMode):
         return self._operands[address]
 
     def _access(self, read: int, written: int, first: int, last: int, adds: bool = False):
-        """Count an access of the newest launch.
+        """Count the bytes of an access of the newest launch.
 
-        Args:
-            read: the bytes read.
-            written: the bytes written.
-            first, last: the addresses of the first and the last element.
-            adds: whether the access adds to the elements in memory.
+        `first` and `last` are the addresses of the first and the last element. `adds` says whether the access adds in memory.
         """
         operands = self._operands.items()
         operand = next((operand for begin, operand in operands if begin <= first < begin + operand.nbytes), None)
@@ -232,7 +226,7 @@ class Counter(TorchDispatchMode):
                 tile = {name: value for name, value in kwargs.items() if name.startswith("BLOCK_")}
                 tile = {name: value.value if isinstance(value, constexpr) else value for name, value in tile.items()}
                 self._begin(Launch(function.__name__, tile))
-                for tensor in _tensors([getattr(leaf, "base", leaf) for leaf in tree_leaves((args, kwargs))]):
+                for tensor in tensors_of([getattr(leaf, "base", leaf) for leaf in tree_leaves((args, kwargs))]):
                     self._operand(tensor.untyped_storage())
             with mock.patch.object(self, "_in_kernel", True):  # operators that the interpreter itself calls do not count
                 return run(function, *args, warmup=warmup, **kwargs)
@@ -269,8 +263,8 @@ class Counter(TorchDispatchMode):
         if self._in_kernel:
             return result
         # A result that shares an argument's storage allocates nothing. Any other result has a new storage.
-        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-        made = (t.untyped_storage() for t in _tensors(result))
+        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
+        made = (t.untyped_storage() for t in tensors_of(result))
         for storage in {s._cdata: s for s in made if s._cdata not in given}.values():
             self._numbers.pop(storage.data_ptr(), None)  # a freed allocation may have had this address
             self._allocate(storage.nbytes())

@@ -144,38 +144,31 @@ def add_counts(options):
     write_json(options.file, result)
 
 
-def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
-    """Return (label, counted launches, measured kernels) for each Triton kernel.
+def comparisons(case: dict) -> list[tuple[str, dict[str, float]]]:
+    """Return (label, sums) for each Triton kernel of a case. The last entry is for all PyTorch operators of the case.
 
-    The last entry is for all PyTorch operators of the case.
+    The sums have the counted bytes "read" and "written", and the measured metrics. A metric that the GPU lacks is 0.
+
+    Raises:
+        ValueError: other kernels were measured than counted.
     """
-    counted = {True: [], False: []}
-    for launch_ in case["counted"]:
-        counted[launch_["name"].startswith("aten.")].append(launch_)
-    names = {launch_["name"] for launch_ in counted[False]}
+    operators = [launch for launch in case["counted"] if launch["name"].startswith("aten.")]
+    launches = [launch for launch in case["counted"] if not launch["name"].startswith("aten.")]
+    names = {launch["name"] for launch in launches}
     kernels = [kernel for kernel in case["kernels"] if kernel["name"] in names]
-    pairs = []
-    for launch_, kernel in zip(counted[False], kernels, strict=True):
-        if launch_["name"] != kernel["name"]:
-            raise ValueError(f"{case['impl']}: counted launch {launch_['name']} stands beside measured kernel {kernel['name']}")
-        pairs.append((f"{launch_['name']} {'×'.join(map(str, launch_['tile'].values()))}", [launch_], [kernel]))
-    if counted[True]:
-        pairs.append(("PyTorch", counted[True], [kernel for kernel in case["kernels"] if kernel["name"] not in names]))
-    return pairs
-
-
-def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
-    """Return the sums of the counted and of the measured bytes of some launches.
-
-    The entry `spilled` says how many measured bytes are stores of spilled registers.
-    """
-    return {
-        "read": sum(launch_["read"] for launch_ in counted),
-        "written": sum(launch_["written"] for launch_ in counted),
-        "read_measured": sum(kernel[READ] for kernel in measured),
-        "written_measured": sum(kernel[WRITTEN] for kernel in measured),
-        "spilled": sum(kernel[SPILLED] for kernel in measured) * SECTOR,
-    }
+    others = [kernel for kernel in case["kernels"] if kernel["name"] not in names]
+    counted, measured = ([each["name"] for each in part] for part in (launches, kernels))
+    if counted != measured:
+        raise ValueError(f"{case['impl']}: the kernels {counted} were counted, but {measured} were measured")
+    labels = (f"{launch['name']} {'×'.join(map(str, launch['tile'].values()))}" for launch in launches)
+    parts = [(label, [launch], [kernel]) for label, launch, kernel in zip(labels, launches, kernels, strict=True)]
+    parts += [("PyTorch", operators, others)] if operators else []
+    metrics = READ, WRITTEN, SPILLED, *MEMORY
+    return [
+        (label, {name: sum(launch[name] for launch in counted) for name in ("read", "written")}
+         | {metric: sum(kernel.get(metric, 0) for kernel in measured) for metric in metrics})
+        for label, counted, measured in parts
+    ]  # fmt: skip
 
 
 def main(argv: list[str]):
@@ -185,13 +178,12 @@ def main(argv: list[str]):
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
     add_in_profiler(parser)
     available = ",".join(name for name in stages.names() if not stages.unavailable(name))
-    for flag, default in (
-        ("--stage", available), ("--seq-len", "2048"), ("--head-dim", "64,128"), ("--heads", "2"), ("--kv-heads", None),
-        ("--value-dim", None),
-    ):  # fmt: skip
-        add_list(parser, flag, default)
+    add_list(parser, "--stage", available)
+    shape = {"head_dim": "64,128", "seq_len": "2048", "heads": "2", "kv_heads": None, "value_dim": None}
+    for name, default in shape.items():
+        add_list(parser, f"--{name.replace('_', '-')}", default)
     options = parser.parse_args(argv)
-    shapes = {name: getattr(options, name) for name in ("head_dim", "seq_len", "heads", "kv_heads", "value_dim")}
+    shapes = {name: getattr(options, name) for name in shape}
     options.workloads = workloads_of(parser, pass_=("fwd", "bwd"), causal=(False, True), **shapes)
     if options.what == "count":
         add_counts(options)

@@ -16,8 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from triton.runtime.autotuner import Autotuner
@@ -42,8 +42,7 @@ PROBLEMS = list(itertools.product(("float16", "bfloat16"), (64, 128), (False, Tr
 MOST_REPORTS = 500_000  # maximum number of printed reports per stage; v4b's descriptors cause 100 000 reports
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """A report of a tool: its kind, the kernel, and the source lines of the reported accesses, as far as known."""
 
     kind: str
@@ -51,15 +50,13 @@ class Report:
     lines: tuple[tuple[str, int], ...] = ()
 
     def __str__(self):
-        text = self.kind + (f" in {self.kernel}" if self.kernel else "")
-        for file, line in self.lines:
-            path = file.removeprefix(f"{ROOT}/")
-            text += f"\n    {path}:{line}: {linecache.getline(file, line).strip()}"
-        return text
+        places = (
+            f"{file.removeprefix(f'{ROOT}/')}:{line}: {linecache.getline(file, line).strip()}" for file, line in self.lines
+        )
+        return "\n    ".join([self.kind + (f" in {self.kernel}" if self.kernel else ""), *places])
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """A false report of a tool on a kernel. All source lines of the report match the regular expression `lines`."""
 
     tool: str
@@ -106,39 +103,30 @@ PLACE = re.compile(
 )
 
 
-def parse(log: str) -> tuple[list[Report], int]:
+def parse(log: str) -> tuple[list[Report], int | None]:
     """Return the reports in a tool's log in the log's order, and the total number of reports.
 
-    The total is larger if the tool has not printed all reports. A report is an unindented line, followed by indented lines with
-    accesses, threads and stack frames.
-
-    Raises:
-        ValueError: the log has no summary at its end, so the tool has not finished.
+    The total is larger if the tool has not printed all reports. It is None if the log has no summary at its end, because the
+    tool has not finished. A report is an unindented line, followed by indented lines with accesses, threads and stack frames.
     """
-    texts = [match[1] for match in re.finditer(r"^=========(?: (.*))?$", log, re.MULTILINE) if match[1]]
-    total = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
-    if not total:
-        raise ValueError("no summary")
+    total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
     found = []
-    for text in texts:
-        if text.startswith(" "):
-            if found:
-                found[-1].append(text.strip())
-        elif text != "COMPUTE-SANITIZER" and "SUMMARY:" not in text:
-            found.append([text])
-    return [_report(texts) for texts in found], int(total[0])
+    for text in re.findall(r"^========= (.+)$", log, re.MULTILINE):
+        found += [] if text.startswith(" ") else [[]]
+        found[-1].append(text.strip())
+    reports = [_report(*texts) for texts in found if texts[0] != "COMPUTE-SANITIZER" and "SUMMARY:" not in texts[0]]
+    return reports, total and int(total[1])
 
 
-def _report(texts):
+def _report(kind: str, *others: str) -> Report:
     """Parse the lines of one report."""
-    kind, *others = texts
-    if race := re.fullmatch(r"(Error|Warning): Race reported between (.*)", kind):
-        kind, others = "race", [race[2], *others]
-    kind = re.sub(r" of size [\d,]+ bytes?", "", kind)
+    if race := re.fullmatch(r"(?:Error|Warning): Race reported between (.*)", kind):
+        kind, others = "race", (race[1], *others)
     places = [place for place in map(PLACE.fullmatch, others) if place]
     kernel = places[-1]["kernel"].split("(")[0] if places else ""  # the last stack frame is the kernel
     accesses = (place for place in places if place["file"] and not place["what"].startswith("Device Frame"))
-    return Report(kind, kernel, tuple(dict.fromkeys((place["file"], int(place["line"])) for place in accesses)))
+    lines = dict.fromkeys((place["file"], int(place["line"])) for place in accesses)
+    return Report(re.sub(r" of size [\d,]+ bytes?", "", kind), kernel, tuple(lines))
 
 
 def sanitize(tool: str, stage: str) -> collections.Counter:
@@ -154,11 +142,10 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
     last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]
-    try:
-        reports, total = parse(log)
-    except ValueError:
-        return collections.Counter([Report(f"{tool} did not finish: {last}")])
-    if total > len(reports):
+    reports, total = parse(log)
+    if total is None:
+        reports.append(Report(f"{tool} did not finish: {last}"))
+    elif total > len(reports):
         reports.append(Report(f"{total - len(reports)} reports that were not printed"))
     if run.returncode and not reports:
         reports.append(Report(f"the program failed: {last}"))
@@ -182,12 +169,12 @@ def main(argv: list[str]) -> int:
         if reason := stages.unavailable(stage):
             print(f"{tool} {stage}: n/a, it {reason}")
             continue
-        lines, new = [], False
+        lines = []
         for report, times in sanitize(tool, stage).items():
             known = next((entry for entry in KNOWN if entry.tool == tool and entry.explains(report)), None)
             lines.append(f"known, {times} x {known.kernel}: {known.reason}" if known else f"NEW, {times} x {report}")
-            new = new or not known
-        failed = failed or new
+        new = any(line.startswith("NEW") for line in lines)
+        failed |= new
         print(f"{tool} {stage}: {'FAILED' if new else 'passed'}", *lines, sep="\n  ", flush=True)
     return int(failed)
 

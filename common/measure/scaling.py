@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stages
 from common.entry import Unavailable
-from common.measure import machine, reference, terminal
+from common.measure import machine, reference
 from common.measure.baselines import call_of
 from common.measure.footprint import footprint
-from common.measure.options import add_list, json_path, list_of, one_of, positive, single, write_json
+from common.measure.options import add_list, command, json_path, list_of, one_of, positive, single, write_json
 from common.measure.timing import GpuTimer
 from common.measure.workloads import DTYPES, Workload
 from common.ring import Ring, ring_attention, shard, unshard
@@ -45,9 +45,7 @@ MILLION = 2**20  # number of tokens of the sequence with --million
 PASSES = ("fwd", "fwd+bwd")
 
 TIMEOUT = datetime.timedelta(minutes=4)  # a rank waits so long for another rank, which may compile and tune kernels meanwhile
-SPIN_S = 5e-3  # a GPU spins so long before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 3, 30  # GPU time of all rounds together; minimum and maximum number of rounds
 
 
 def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
@@ -65,27 +63,25 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     return {"fwd": forward, "bwd": forward + gradients, "fwd+bwd": 2 * forward + gradients}[w.pass_]
 
 
-@contextlib.contextmanager
-def counted_sends():
-    """Count the bytes that this process sends to other ranks in this context. Yield a list whose only element is the count."""
-    sent, begin = [0], dist.batch_isend_irecv
+def bytes_sent_in(call: Callable) -> int:
+    """Run `call` once, and return the bytes that this process sends to other ranks during the call."""
+    sent, begin = [], dist.batch_isend_irecv
 
     def counting(operations):
-        sent[0] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        sent.extend(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
         return begin(operations)
 
     with mock.patch.object(dist, "batch_isend_irecv", counting):
-        yield sent
+        call()
+    return sum(sent)
 
 
 @contextlib.contextmanager
 def attention_of(impl: str, group, causal: bool):
     """Enter a context, and yield a function `attend(q, k, v)` that computes this rank's part of the output.
 
-    The arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects.
-
-    Raises:
-        Unavailable: PyTorch has no context parallelism, or its interface differs from the one in PyTorch 2.11 to 2.13.
+    The arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects. PyTorch 2.11 to 2.13 have
+    the interface of context parallelism that this function uses.
     """
     if impl not in SDPA:
         yield functools.partial(ring_attention, stages.load(impl), group=group, causal=causal)
@@ -94,12 +90,10 @@ def attention_of(impl: str, group, causal: bool):
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPA[impl]))
         if size > 1:
-            try:
-                from torch.distributed.device_mesh import DeviceMesh
-                from torch.distributed.tensor.experimental import context_parallel
-                from torch.distributed.tensor.experimental._attention import _cp_options
-            except ImportError as error:
-                raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.tensor.experimental import context_parallel
+            from torch.distributed.tensor.experimental._attention import _cp_options
+
             _cp_options.enable_load_balance = causal  # with a causal mask, a rank gets the chunks that `shard` selects
             some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires some tensor
             context = context_parallel(DeviceMesh.from_group(group, DEVICE), buffers=[some], buffer_seq_dims=[0])
@@ -147,7 +141,10 @@ def check(attend: Callable, workload: Workload, group):
 
 
 class _Together(GpuTimer):
-    """A timer whose rounds begin on all GPUs of a group together: the GPUs wait for each other in a reduction."""
+    """A timer for the GPUs of a group. They begin each round together, and the round's time is that of the slowest rank.
+
+    All ranks get the same times, so all ranks run equally many rounds.
+    """
 
     def __init__(self, group):
         self.group = group
@@ -155,14 +152,14 @@ class _Together(GpuTimer):
 
     def clear_cache(self):
         super().clear_cache()
-        dist.all_reduce(self._cache_filler[:1], group=self.group)
+        dist.all_reduce(self._cache_filler[:1], group=self.group)  # the GPUs wait for each other
 
-    def slowest(self, call: Callable, count: int, warm_up: int) -> tuple[list[float], bool]:
-        """Return the seconds of the slowest rank in each round, and whether this rank's launches were hidden."""
-        seconds, exposed = self._rounds(call, count, SPIN_S, warm_up)
-        times = torch.tensor(seconds, device=DEVICE, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, self.group)
-        return times.tolist(), not exposed
+    def _rounds(self, *options):
+        seconds, exposed = super()._rounds(*options)
+        slowest = torch.tensor([*seconds, exposed], device=DEVICE, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self.group)
+        *seconds, exposed = slowest.tolist()
+        return seconds, bool(exposed)
 
 
 _timer = functools.cache(_Together)
@@ -170,13 +167,9 @@ _timer = functools.cache(_Together)
 
 def timed(call: Callable, group) -> dict:
     """Measure a call's time until the last rank is done. Return the median and interquartile range of the rounds, in ms."""
-    timer = _timer(group)
-    call()
-    (estimate,), _ = timer.slowest(call, 1, 0)
-    count = max(FEWEST_ROUNDS, min(int(ROUNDS_S / estimate), MOST_ROUNDS))
-    times, hidden = timer.slowest(call, count, 1 + count // 10)
-    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": count, "launch_hidden": hidden}
+    seconds, hidden = _timer(group).measure(call)
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": len(seconds), "launch_hidden": hidden}
 
 
 def measure(impl: str, workload: Workload, group) -> dict:
@@ -186,9 +179,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
         check(attend, workload, group)
         call, found = call_of(attend, workload, [shard(tensor, 2, group) for tensor in workload.inputs()]), {}
         if impl not in SDPA:
-            with counted_sends() as sent:
-                call()
-            found |= {"sent_bytes": sent[0], "sent_formula": sent_bytes(workload, size, dist.get_rank(group))}
+            found |= {"sent_bytes": bytes_sent_in(call), "sent_formula": sent_bytes(workload, size, dist.get_rank(group))}
         if ON_GPUS:
             every = [None] * size
             dist.all_gather_object(every, footprint(call)["peak_extra_mib"], group=group)
@@ -228,9 +219,8 @@ def start_ranks(module: str, argv: list[str], gpus: int):
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Exit with status 2 on an invalid value."""
-    parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
-    gpus_help = "number of GPUs that share a sequence (default: %(default)s)"
-    parser.add_argument("--gpus", type=single(positive), default=2, help=gpus_help)
+    parser = command("common.measure.scaling", __doc__)
+    parser.add_argument("--gpus", type=single(positive), default=2, help="GPUs that share a sequence (default: %(default)s)")
     tokens_help = "even numbers of tokens per GPU (default: %(default)s)"
     parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
     parser.add_argument("--pass", type=list_of(one_of(PASSES)), default=",".join(PASSES), metavar="LIST", help="of %(default)s")
@@ -239,8 +229,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         ("--head-dim", HEAD_DIMENSIONS), ("--causal", "yes"), ("--dtype", "bfloat16"),
     ):  # fmt: skip
         add_list(parser, flag, default)
-    million_help = f"only stages, only on all GPUs together, with {MILLION} tokens"
-    parser.add_argument("--million", action="store_true", help=million_help)
+    parser.add_argument("--million", action="store_true", help=f"only stages, only on all GPUs, with {MILLION} tokens")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run to FILE")
     options = parser.parse_args(argv)
     options.gpus = int(os.environ.get("WORLD_SIZE", options.gpus))  # torchrun sets WORLD_SIZE
@@ -274,7 +263,6 @@ def cases(options) -> list[tuple[str, Workload, int]]:
 
 def main(argv: list[str]) -> int:
     """Run one rank. Return the exit status, which is 1 if a result was wrong or a stage failed."""
-    terminal.prepare()
     options = parse_options(argv)
     if "WORLD_SIZE" not in os.environ:
         start_ranks("common.measure.scaling", argv, options.gpus)
@@ -308,8 +296,7 @@ def main(argv: list[str]) -> int:
     if rank == 0 and options.json:
         write_json(options.json, run)
     dist.destroy_process_group()
-    wrong = [r for r in run["records"] if r.get("failure") in ("WRONG", "ERROR") and r["impl"] not in SDPA]
-    return 1 if wrong else 0
+    return int(any(r.get("failure") in ("WRONG", "ERROR") and r["impl"] not in SDPA for r in run["records"]))
 
 
 if __name__ == "__main__":

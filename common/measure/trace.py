@@ -10,18 +10,19 @@ Accesses of Triton's programs and PyTorch's operators have no times. Gluon's lau
 (`common.measure.timeline`), which gives each access its cycles.
 """
 
+import itertools
 import sys
+import traceback
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import interpreter_builder
 
 from common.interpreter import schedule
 from common.interpreter.timing import COPIES, STORES
-from common.measure.counter import Counter, Launch
+from common.measure.counter import Counter, Launch, tensors_of
 from common.measure.timeline import measured_rates
 from common.measure.traffic import GPUS, Gpu, stage_call, tiles_of
 from common.measure.workloads import DTYPES, Workload
@@ -57,16 +58,12 @@ class Trace:
 
 
 def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
-    """Record a pass of a stage.
+    """Record a forward or a backward of a stage, which is any object with these functions.
 
-    Args:
-        stage: a module, or any object with `forward` and `backward`.
-        workload: a forward or a backward.
-        gpu: the GPU that determines the kernels' tiles, and the number of persistent CTAs.
+    `gpu` determines the kernels' tiles and the number of persistent CTAs.
     """
-    outer = {(workload.batch, workload.heads), (workload.batch, workload.kv_heads)}
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype]):
-        tracer = _Tracer(outer)
+        tracer = _Tracer({(workload.batch, workload.heads), (workload.batch, workload.kv_heads)})
         named = SimpleNamespace(**{name: tracer.naming(getattr(stage, name), names) for name, names in NAMES.items()})
         call = stage_call(named, workload, workload.inputs())
         with schedule.timed(measured_rates()) as tracer.timings, tracer:
@@ -183,7 +180,7 @@ class _Tracer(Counter):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not self._in_kernel:
-            for tensor in (leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
+            for tensor in tensors_of(result):
                 self.know(tensor, None)
         return result
 
@@ -199,11 +196,7 @@ class _Tracer(Counter):
 
 def _name_in_a_stage(tensor: Tensor) -> str | None:
     """Return the name of the variable in a stage's host function that holds the tensor, or None without such a variable."""
-    frame = sys._getframe(2)
-    while frame:
-        if "/stages/v" in frame.f_code.co_filename:
-            for name, value in frame.f_locals.items():
-                if isinstance(value, Tensor) and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                    return name
-        frame = frame.f_back
-    return None
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if "/stages/v" in frame.f_code.co_filename)
+    variables = itertools.chain.from_iterable(frame.f_locals.items() for frame in frames)
+    held = ((name, value.untyped_storage()) for name, value in variables if isinstance(value, Tensor))
+    return next((name for name, storage in held if storage._cdata == tensor.untyped_storage()._cdata), None)

@@ -5,20 +5,18 @@ python -m common.show.compare 3 before --stage v43  # the run with the id 0003, 
 python -m common.show.compare results/newest-d128-h100.json results/newest-d128-h200.json
 """
 
-import argparse
 import json
 import sys
 from itertools import chain
 from pathlib import Path
 
 import stages
-from common.measure import terminal
+from common.measure.options import command
 from common.show.results import Run, gpu_of, moved, origin, short_commit, stage_order
 from common.show.tables import markdown
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory: 0003_before.json
 COUNTED = ("MB", "MFLOP")  # the MB read and written, the MFLOP executed
-NO_TIMES = "Without a GPU, the runs have counts and no times."
 
 
 def load(path: Path, repeats: bool) -> Run:
@@ -100,9 +98,7 @@ def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
 
 def main(argv: list[str]):
     """Run the command line; exit with the reason if there is nothing to compare."""
-    terminal.prepare()
-    description = "Compare two saved runs of the benchmark."
-    parser = argparse.ArgumentParser(prog="python -m common.show.compare", description=description)
+    parser = command("common.show.compare", __doc__)
     help_ = "two runs, A and B: files, or ids or names of saved runs (default: the last two saved runs)"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=help_)
     parser.add_argument("--stage", metavar="V", help="compare one stage only, in one table")
@@ -118,7 +114,7 @@ def main(argv: list[str]):
         print(*(f"{name}: {path}: {origin(run.machine)}" for name, (path, run) in zip("AB", runs, strict=True)), sep="\n")
         gpus = {run.machine["gpu"] for _, run in runs}
         if gpus == {None}:
-            print(NO_TIMES)
+            print("Without a GPU, the runs have counts and no times.")
         elif None in gpus:
             raise ValueError("the runs cannot be compared: one had a GPU and one had none")
         elif len(gpus) == 2:

@@ -30,9 +30,8 @@ def numbers(found: list[results.Run], name: str) -> tuple[dict[str, tuple[str, s
         gained = None if same or not parent else results.gain(found, name, parent, pass_, HEAD_DIM)
         share = results.gain(found, name, results.FASTEST, pass_, HEAD_DIM)
         used += [each[1] for each in (gained, share) if each]
-        cells[pass_] = (
-            "same code" if same else str(gained[0]) if gained else "-", share[0].percent if share else "-"
-        )  # fmt: skip
+        over_parent = "same code" if same else str(gained[0]) if gained else "-"
+        cells[pass_] = over_parent, share[0].percent if share else "-"
     return cells, used
 
 
@@ -59,11 +58,7 @@ def track_table(key: str) -> str:
 
 
 def ladder(found: list[results.Run]) -> str:
-    """Return the table of the main ladder, then the tables of the tracks and of the dead ends.
-
-    Args:
-        found: the runs, from `common.show.results.runs`.
-    """
+    """Return the table of the main ladder, then the tables of the tracks and of the dead ends."""
     used = []
 
     def rows(names):
@@ -72,10 +67,8 @@ def ladder(found: list[results.Run]) -> str:
             used.extend(from_)
             yield [*start(name), *(cell for both in cells.values() for cell in both)]
 
-    names, more = (
-        stages.names(),
-        [f"{PASS_NAMES[pass_]} {what}" for pass_ in results.CODE for what in ("× parent", "% of fastest")],
-    )
+    names = stages.names()
+    more = [f"{PASS_NAMES[pass_]} {what}" for pass_ in results.CODE for what in ("× parent", "% of fastest")]
     main = _table("stage", rows(name for name in names if not stages.is_dead_end(name) and not stages.track(name)), more)
     dead_ends = _table("dead end", rows(filter(stages.is_dead_end, names)), more)
     libraries = dict.fromkeys(results.spoken(name) for run in used for name in run.libraries)
@@ -91,11 +84,7 @@ def ladder(found: list[results.Run]) -> str:
 
 
 def headline(found: list[results.Run]) -> str:
-    """Return a table that compares the newest measured stage with the first stage and the libraries.
-
-    Args:
-        found: the runs, from `common.show.results.runs`.
-    """
+    """Return a table that compares the newest measured stage with the first stage and the libraries."""
     line = {name for run in found for name in run.names if stages.position(name) and not stages.is_dead_end(name)}
     line = sorted(line, key=results.stage_order)
     held = {name: [results.newest(found, pass_, HEAD_DIM, name) for pass_ in results.CODE] for name in line}

@@ -55,10 +55,10 @@ stages/{name} has the kernels of {source}, its parent. Write next:
   stages/{name}/forward.py, backward.py and their parts: the idea; keep names, order and formatting
   stages/{name}/__init__.py: the idea in at most 12 words, on the first line; `make story` and README.md show it
   stages/{name}/README.md: the text under the headings
-  tests/predictions.py: formulas of bytes and FLOPs, if they differ from those of {source}
 Then run:
   make test ARGS="-k {version}"
   make bench STAGE={version}
+  make traffic ARGS="--seq-len {seq_len} --json results/traffic.json"
   make readme plots
 """
 
@@ -144,7 +144,9 @@ def main(argv: list[str]):
         make(source, options.name)
     except (OSError, ValueError) as error:
         parser.exit(2, f"make stage: {error}\n")
-    print(NEXT.format(name=options.name, source=source, version=stages.version(options.name)), end="")
+    print(
+        NEXT.format(name=options.name, source=source, version=stages.version(options.name), seq_len=results.COUNTED_AT), end=""
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import re
 import statistics
 
 from common.measure.constants import DECISIONS
-from common.measure.ncu import MEMORY, READ, WRITTEN, comparison, pairs
+from common.measure.ncu import MEMORY, READ, SECTOR, SPILLED, WRITTEN, comparisons
 from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
 from common.show.results import origin
@@ -21,20 +21,15 @@ def traffic_table(result: dict) -> str:
     recorded = all(metric in kernel for case in result["cases"] for kernel in case["kernels"] for metric in MEMORY)
     memory = MEMORY if recorded else ()
 
-    def ratio(measured, counted):
-        return f"{measured / counted:.3f}" if counted else "-"
-
     for case in result["cases"]:
         w = Workload.of(case)
         shape = [case["impl"], PASS_NAMES[w.pass_], w.seq_len, w.head_dim, f"{w.heads} / {w.kv_heads}", mask(w.causal)]
-        for label, counted, measured in pairs(case):
-            both = comparison(counted, measured)
-            shown = [f"{both[name] / 1e6:.3f}" for name in ("read", "read_measured", "written", "written_measured", "spilled")]
-            shown.insert(2, ratio(both["read_measured"], both["read"]))
-            shown.append(ratio(both["written_measured"] - both["spilled"], both["written"]))
-            rows.append(
-                [*shape, label, *shown, *(f"{sum(kernel[metric] for kernel in measured) / 1e6:.3f}" for metric in memory)]
-            )
+        for label, both in comparisons(case):
+            read, written, spilled = both["read"], both["written"], both[SPILLED] * SECTOR
+            shown = [f"{nbytes / 1e6:.3f}" for nbytes in (read, both[READ], written, both[WRITTEN], spilled)]
+            shown.insert(2, f"{both[READ] / read:.3f}" if read else "-")
+            shown.append(f"{(both[WRITTEN] - spilled) / written:.3f}" if written else "-")
+            rows.append([*shape, label, *shown, *(f"{both[metric] / 1e6:.3f}" for metric in memory)])
     headers = ["stage", "pass", "S", "D", "heads / K/V heads", "mask", "kernel", "MB read, counted", "measured", "ratio"]
     headers += ["MB written, counted", "measured", "of that spilled", "ratio of the rest"]
     headers += ["MB from memory", "MB to memory"] if memory else []

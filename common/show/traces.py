@@ -5,108 +5,135 @@
 `common.measure.trace` records the accesses.
 """
 
-import argparse
 import itertools
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch, Rectangle
 
-matplotlib.use("Agg")  # draws into files; needs no display
-
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.collections import PatchCollection  # noqa: E402
-from matplotlib.legend_handler import HandlerTuple  # noqa: E402
-from matplotlib.patches import Patch, Rectangle  # noqa: E402
-
-import stages  # noqa: E402
-from common.measure import terminal  # noqa: E402
-from common.measure.options import add_list, list_of, one_of, workloads_of  # noqa: E402
-from common.measure.trace import Trace, trace  # noqa: E402
-from common.measure.workloads import Workload  # noqa: E402
-from common.show.results import PLOTS  # noqa: E402
-from common.show.tables import PASS_NAMES, mask  # noqa: E402
+import stages
+from common.measure.options import add_list, command, list_of, one_of, workloads_of
+from common.measure.trace import Trace, trace
+from common.measure.workloads import Workload
+from common.show.results import PLOTS
+from common.show.tables import PASS_NAMES, mask
 
 TRACES = PLOTS / "traces"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # colors of programs; the colors repeat
 WRITES = {"write": "black", "add": "#B22222"}
 FEW = 2  # a tensor with fewer rows has no lane
+LEAST = 1 / 300  # an access is drawn at least this wide, as a share of the time axis
+FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # each panel shows these lanes first, in this order
 WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: the picture's width, a lane's height, the gap above a stage
 
 
-def lanes(recorded: Trace) -> list[str]:
-    """Return the tensors that get a lane, in the order of their first access."""
-    return [name for name, (_, rows, _) in recorded.tensors.items() if rows >= FEW]
+@dataclass
+class Mark:
+    """A rectangle in a lane. A lane is a row of the picture, for one tensor or one unit.
+
+    Attributes:
+        kind: "read", "write" or "add" for an access; "busy" for a unit of the SM.
+        color: the number of a color, which stands for a program or a partition.
+        start, end: the positions of the left and right edge on the time axis.
+        top, bottom: the positions of the upper and lower edge, as shares of the lane's height.
+        words: what the rectangle stands for.
+    """
+
+    kind: str
+    color: int
+    start: float
+    end: float
+    top: float
+    bottom: float
+    words: str
 
 
-def has_cycles(recorded: Trace) -> bool:
-    """Return whether the model of an SM timed any launch. If so, accesses in other launches, such as PyTorch's, take no time on
-    the axis."""
-    return any(recorded.spans.values())
+@dataclass
+class Panel:
+    """Lanes with one time axis.
+
+    Attributes:
+        unit: the unit of the time axis: cycles or, if the model of an SM timed no launch, the MB moved so far.
+        end: the end of the time axis.
+        lanes: the marks of each lane, by the lane's name.
+        keys: the partition of each color, if colors stand for partitions.
+        busy: the share of the time in which each unit is busy, by lane.
+    """
+
+    stage: str
+    unit: str
+    end: float
+    accesses: int
+    megabytes: float
+    lanes: dict[str, list[Mark]]
+    keys: dict[int, str] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
 
 
-def unit(recorded: Trace) -> str:
-    """Return the unit of the time axis."""
-    return "cycles of the model of an SM" if has_cycles(recorded) else "MB moved so far"
+def _times(recorded: Trace) -> list[tuple[float, float]]:
+    """Return the start and the end of each access on the time axis. In launches without times, accesses take no cycles."""
+    if not any(recorded.spans.values()):
+        ends = list(itertools.accumulate(access.nbytes / 1e6 for access in recorded.accesses))
+        return list(zip([0.0, *ends], ends, strict=False))
+    spans = (recorded.spans.get(launch, []) for launch in range(len(recorded.launches)))
+    before = list(itertools.accumulate((max((span.end for span in each), default=0.0) for each in spans), initial=0))
+    return [(before[a.launch] + (a.start or 0), before[a.launch] + max(a.end or 0, a.start or 0)) for a in recorded.accesses]
 
 
-def moments(recorded: Trace) -> list[tuple[float, float]]:
-    """Return the start and the end of each access on the time axis. The unit is cycles or, if no launch was timed, the MB moved
-    so far."""
-    if has_cycles(recorded):
-        before = list(itertools.accumulate((_cycles(recorded, launch) for launch in range(len(recorded.launches))), initial=0))
-        return [
-            (before[a.launch] + (a.start or 0), before[a.launch] + max(a.end or 0, a.start or 0)) for a in recorded.accesses
-        ]
-    ends = list(itertools.accumulate(access.nbytes / 1e6 for access in recorded.accesses))
-    return list(zip([0.0, *ends], ends, strict=False))
+def accesses(stage: str, recorded: Trace) -> Panel:
+    """Return the panel of a stage's accesses, with a lane for each tensor. All tensors without a name share a lane."""
+    times, found = _times(recorded), {}
+    end = max((end for _, end in times), default=0.0)
+    for access, (start, stop) in zip(recorded.accesses, times, strict=True):
+        heads, rows, _ = recorded.tensors[access.tensor]
+        if rows < FEW:
+            continue
+        first, last = (head * rows + row for head, row in zip(access.heads, access.rows, strict=True))
+        who = f"{access.partition.lstrip('_')} of CTA" if access.partition else "program"
+        does = {"read": "reads", "write": "writes", "add": "adds to"}[access.kind]
+        where = f"rows {access.rows[0]} to {access.rows[1]}"
+        words = f"{who} {access.program} {does} {access.tensor}, {where}: {access.nbytes:,} bytes"
+        edges = start, max(stop, start + end * LEAST), first / (heads * rows), (last + 1) / (heads * rows)
+        lane = "temporary" if access.tensor.startswith("temporary") else access.tensor
+        found.setdefault(lane, []).append(Mark(access.kind, access.program % len(COLORS), *edges, words))
+    found = {lane: found[lane] for lane in (*FIRST, *found) if lane in found}
+    unit = "cycles of the model of an SM" if any(recorded.spans.values()) else "MB moved so far"
+    moved = sum(access.nbytes for access in recorded.accesses) / 1e6
+    return Panel(stage, unit, end, len(recorded.accesses), moved, found)
 
 
-def _cycles(recorded, launch):
-    """Return the cycles of a launch, or 0 if the launch was not timed."""
-    return max((span.end for span in recorded.spans.get(launch, [])), default=0.0)
-
-
-def _draw(axes, name: str, recorded: Trace):
-    """Draw a lane for each tensor. The first row of a tensor is at the top of its lane."""
-    shown, times = lanes(recorded), moments(recorded)
-    least = max((end for _, end in times), default=0) / 900  # a pixel
+def _draw(axes, panel: Panel):
+    """Draw the lanes. The first row of a tensor is at the top of its lane."""
     patches, colors, edges = [], [], []
-    for access, (begin, end) in sorted(zip(recorded.accesses, times, strict=True), key=lambda each: each[0].kind != "read"):
-        if access.tensor in shown:
-            heads, rows, _ = recorded.tensors[access.tensor]
-            first, last = (head * rows + row for head, row in zip(access.heads, access.rows, strict=True))
-            top, height = (0.88 * part / (heads * rows) for part in (first, last + 1 - first))
-            place = begin, shown.index(access.tensor) + 0.06 + top
-            patches.append(Rectangle(place, max(end - begin, least), max(height, 0.02)))
-            colors.append(WRITES.get(access.kind, COLORS[access.program % len(COLORS)]))
-            edges.append(0.6 if access.kind in WRITES else 0)
-    axes.add_collection(PatchCollection(patches, facecolors=colors, edgecolors=colors, linewidths=edges))
-    for place in range(len(shown)):
+    for place, marks in enumerate(panel.lanes.values()):
         axes.axhspan(place + 0.06, place + 0.94, color="0.95", zorder=0)
-    axes.set_yticks([place + 0.5 for place in range(len(shown))], shown, fontsize=8)
-    axes.set_ylim(len(shown), 0)
+        for mark in sorted(marks, key=lambda mark: mark.kind != "read"):
+            height = max(0.88 * (mark.bottom - mark.top), 0.02)
+            patches.append(Rectangle((mark.start, place + 0.06 + 0.88 * mark.top), mark.end - mark.start, height))
+            colors.append(WRITES.get(mark.kind, COLORS[mark.color]))
+            edges.append(0.6 if mark.kind in WRITES else 0)
+    axes.add_collection(PatchCollection(patches, facecolors=colors, edgecolors=colors, linewidths=edges))
+    axes.set_yticks([place + 0.5 for place in range(len(panel.lanes))], panel.lanes, fontsize=8)
+    axes.set_ylim(len(panel.lanes), 0)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    moved = sum(access.nbytes for access in recorded.accesses) / 1e6
-    axes.set_title(f"{name}: {len(recorded.accesses)} accesses, {moved:.2f} MB", fontsize=9, loc="left")
-    axes.set_xlabel(unit(recorded), fontsize=8)
+    axes.set_title(f"{panel.stage}: {panel.accesses} accesses, {panel.megabytes:.2f} MB", fontsize=9, loc="left")
+    axes.set_xlabel(panel.unit, fontsize=8)
 
 
 def draw(names: list[str], workload: Workload, path: Path):
     """Write a picture with a panel for each stage. Panels with the same unit have the same scale."""
-    recorded = [trace(stages.load(name), workload) for name in names]
-    heights = [max(1, len(lanes(each))) * LANE + GAP for each in recorded]
-    figure, grid = plt.subplots(
-        len(names), 1, figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained", squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-    )  # fmt: skip
-    ends = {}  # unit of a time axis -> the latest time
-    for axes, name, each in zip(grid[:, 0], names, recorded, strict=True):
-        _draw(axes, name, each)
-        ends[unit(each)] = max([ends.get(unit(each), 0.0), *(end for _, end in moments(each))])
-    for axes, each in zip(grid[:, 0], recorded, strict=True):
-        axes.set_xlim(0, ends[unit(each)])
+    panels = [accesses(name, trace(stages.load(name), workload)) for name in names]
+    heights = [max(1, len(panel.lanes)) * LANE + GAP for panel in panels]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained")
+    grid = figure.subplots(len(names), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+    for axes, panel in zip(grid[:, 0], panels, strict=True):
+        _draw(axes, panel)
+        axes.set_xlim(0, max(other.end for other in panels if other.unit == panel.unit))
     figure.legend(
         [tuple(Patch(color=color) for color in COLORS[:3]), *(Patch(color=color) for color in WRITES.values())],
         ["read, by program", "write", "add in memory"],
@@ -120,18 +147,13 @@ def draw(names: list[str], workload: Workload, path: Path):
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def main(argv: list[str]):
     """Run the command line."""
-    terminal.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m common.show.traces",
-        description="Draw which tiles of which tensors a stage reads and writes, in order. LIST is comma-separated.",
-    )
+    parser = command("common.show.traces", __doc__)
     add_list(parser, "--stage", "v2,v3")
-    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    passes = list_of(one_of(("fwd", "bwd")))
     parser.add_argument("--pass", dest="pass_", type=passes, default="fwd", metavar="LIST", help="fwd, bwd (default: fwd)")
     shape = {"head_dim": "32", "causal": "yes", "seq_len": "1024", "heads": "1", "kv_heads": None}
     for name, default in shape.items():

@@ -24,11 +24,11 @@ from common.show import front
 from common.show.results import CODE, LEGEND, ROOT, origins, runs
 from common.show.story import functions, idea, result, sources
 from common.show.tables import PASS_NAMES
-from common.show.traces import COLORS
+from common.show.traces import COLORS, Mark
 from common.show.tracks import TRACKS
 from common.site import charts
 from common.site.diffs import blocks
-from common.site.scenes import MOST_ZOOM, Mark, passes, scenes
+from common.site.scenes import MOST_ZOOM, described, passes, scenes
 from common.site.texts import Texts, code_page, colored, page_of
 
 HERE = Path(__file__).parent
@@ -89,7 +89,7 @@ class Site:
         self._texts = Texts(out)
         folder = jinja2.FileSystemLoader(HERE / "templates")
         self._templates = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
-        self._templates.globals["drawn"] = drawn
+        self._templates.globals |= {"drawn": drawn, "described": described}
         self._templates.filters["version"] = stages.version
 
     def _write(self, page: str, template: str, **values):

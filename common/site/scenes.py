@@ -1,7 +1,6 @@
 """Record what the pictures of a step show: the accesses of a stage and its parent, and the work of an SM's units."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import stages
 from common.interpreter.timing import UNITS, busy
@@ -9,7 +8,7 @@ from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
 from common.show.results import CODE, bytes_in_words, same_code
 from common.show.tables import PASS_NAMES
-from common.show.traces import COLORS, has_cycles, lanes, moments, unit
+from common.show.traces import COLORS, Mark, Panel, accesses
 
 # Most scenes have one head and these sizes. UNUSUAL has other sizes, for the steps whose ideas need them.
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
@@ -24,7 +23,6 @@ UNUSUAL = {
     "v49a_sums_from_registers": {"head_dim": 128},
     "v49b_three_consumers": {"seq_len": 1152, "head_dim": 128, "causal": False},
 }
-LEAST = 1 / 300  # an access is drawn at least this wide, as a share of the picture's width
 WORDS = {  # lane -> the words of its tooltip
     "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
     "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
@@ -47,59 +45,6 @@ WORDS = {  # lane -> the words of its tooltip
 }  # fmt: skip
 VISIBLE = 20000  # when a page opens, a timeline shows about this many cycles
 MOST_ZOOM = 24
-ORDER = "order of accesses, one after the other; width = bytes, small accesses widened"
-TIMED = "time: cycles of the timed launches in the model of an SM, one launch after the other; width = duration"
-LAUNCH = "time: cycles of the longest launch in the model of an SM"
-FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # each panel shows these lanes first, in this order
-
-
-@dataclass
-class Mark:
-    """A rectangle in a lane. A lane is a row of the picture, for one tensor or one unit.
-
-    Attributes:
-        kind: "read", "write" or "add" for an access; "busy" for a unit of the SM.
-        color: the number of a color, which stands for a program or a partition.
-        start, end: the positions of the left and right edge on the time axis.
-        top, bottom: the positions of the upper and lower edge, as shares of the lane's height.
-        words: the text of the tooltip.
-    """
-
-    kind: str
-    color: int
-    start: float
-    end: float
-    top: float
-    bottom: float
-    words: str
-
-
-@dataclass
-class Panel:
-    """Lanes with one time axis.
-
-    Attributes:
-        unit: the unit of the time axis.
-        axis: the label of the time axis.
-        lanes: the marks of each lane, by the lane's name.
-        keys: the partition of each color, if colors stand for partitions.
-        busy: the share of the time in which each unit is busy, by lane.
-    """
-
-    stage: str
-    unit: str
-    axis: str
-    end: float
-    accesses: int
-    megabytes: float
-    lanes: dict[str, list[Mark]]
-    keys: dict[int, str] = dataclasses.field(default_factory=dict)
-    busy: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @staticmethod
-    def words(lane: str) -> str:
-        """Return the words of a lane's tooltip."""
-        return WORDS.get(lane.rstrip("\N{PRIME}"), "") + (", another copy" if lane.endswith("\N{PRIME}") else "")
 
 
 @dataclass
@@ -128,9 +73,9 @@ class Scene:
         return len(moved) == 2 and bytes_in_words(*moved) == "the same bytes"
 
 
-def partition_of(span) -> str:
-    """Return the number of a span's partition, and the name of the partition's function."""
-    return str(span.who).split(", partition ")[-1].replace(": _", ": ")
+def described(lane: str) -> str:
+    """Return the words of a lane's tooltip."""
+    return WORDS.get(lane.rstrip("\N{PRIME}"), "") + (", another copy" if lane.endswith("\N{PRIME}") else "")
 
 
 def passes(name: str) -> list[str]:
@@ -142,51 +87,28 @@ def passes(name: str) -> list[str]:
 def scenes(name: str) -> list[Scene]:
     """Record the passes that a stage changes, for the parent and for the stage."""
     shape = USUAL | UNUSUAL.get(name, {})
-    gpu = dataclasses.replace(ONE_SM, num_sms=shape.pop("sms", 1))
-    return [_scene(name, pass_, shape, gpu) for pass_ in passes(name)]
-
-
-def _scene(name, pass_, shape, gpu) -> Scene:
-    workload = Workload(pass_, 1, dtype="float16", **{"heads": 1} | shape)
-    recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
-    length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
-    heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
-    words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
-    units = [_units(stage, each) for stage, each in recorded.items() if has_cycles(each)]
-    return Scene(pass_, words, [_accesses(stage, each) for stage, each in recorded.items()], units)
-
-
-def _accesses(stage: str, recorded: Trace) -> Panel:
-    found, times = {}, moments(recorded)
-    end = max((end for _, end in times), default=0.0)
-    shown = lanes(recorded)
-    for access, (start, stop) in zip(recorded.accesses, times, strict=True):
-        if access.tensor not in shown:
-            continue
-        heads, rows, _ = recorded.tensors[access.tensor]
-        top, bottom = access.heads[0] * rows + access.rows[0], access.heads[1] * rows + access.rows[1] + 1
-        who = f"{access.partition.lstrip('_')} of CTA" if access.partition else "program"
-        where = f"rows {access.rows[0]} to {access.rows[1]}"
-        does = {"read": "reads", "write": "writes", "add": "adds to"}[access.kind]
-        words = f"{who} {access.program} {does} {access.tensor}, {where}: {access.nbytes:,} bytes"
-        edges = start, max(stop, start + end * LEAST), top / (heads * rows), bottom / (heads * rows)
-        mark = Mark(access.kind, access.program % len(COLORS), *edges, words)
-        lane = "temporary" if access.tensor.startswith("temporary") else access.tensor
-        found.setdefault(lane, []).append(mark)
-    to_the_right = TIMED if has_cycles(recorded) else ORDER
-    found = {lane: found[lane] for lane in (*FIRST, *found) if lane in found}
-    moved = sum(access.nbytes for access in recorded.accesses) / 1e6
-    return Panel(stage, unit(recorded), to_the_right, end, len(recorded.accesses), moved, found)
+    gpu = replace(ONE_SM, num_sms=shape.pop("sms", 1))
+    found = []
+    for pass_ in passes(name):
+        workload = Workload(pass_, 1, dtype="float16", **{"heads": 1} | shape)
+        recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
+        length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
+        heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
+        words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
+        units = [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())]
+        found.append(Scene(pass_, words, [accesses(stage, each) for stage, each in recorded.items()], units))
+    return found
 
 
 def _units(stage: str, recorded: Trace) -> Panel:
+    """Return the panel of the longest launch, with a lane for each unit of the SM."""
     spans = max(recorded.spans.values(), key=lambda spans: max((span.end for span in spans), default=0))
-    partitions = sorted({partition_of(span) for span in spans})
+    # The number of each span's partition, and the name of the function that the partition runs.
+    partitions = [str(span.who).split(", partition ")[-1].replace(": _", ": ") for span in spans]
+    colors = {who: place % len(COLORS) for place, who in enumerate(sorted({*partitions}))}
     found = {unit: [] for unit in UNITS}
-    for span in spans:
-        who = partition_of(span)
-        mark = Mark("busy", partitions.index(who) % len(COLORS), span.start, span.end, 0.0, 1.0, f"{who}: {span.what}")
-        found[span.unit].append(mark)
-    keys = {place % len(COLORS): who for place, who in enumerate(partitions)}
+    for who, span in zip(partitions, spans, strict=True):
+        found[span.unit].append(Mark("busy", colors[who], span.start, span.end, 0.0, 1.0, f"{who}: {span.what}"))
+    keys = {color: who for who, color in colors.items()}
     end = max(span.end for span in spans)
-    return Panel(stage, unit(recorded), LAUNCH, end, len(spans), 0.0, found, keys, busy(spans, end))
+    return Panel(stage, "cycles of the model of an SM", end, len(spans), 0.0, found, keys, busy(spans, end))

@@ -62,12 +62,11 @@ def counted(*names):
 
 def test_other_kernels_than_were_counted_are_an_error():
     kernels, _ = ncu.parse(LOG, METRICS)
-    assert [label for label, *_ in ncu.pairs({"counted": counted("_forward_kernel", "aten.a"), "kernels": kernels})] == [
-        "_forward_kernel ", "PyTorch"
-    ]  # fmt: skip
+    found = ncu.comparisons({"counted": counted("_forward_kernel", "aten.a"), "kernels": kernels})
+    assert [(label, both[ncu.WRITTEN]) for label, both in found] == [("_forward_kernel ", 1e6), ("PyTorch", 2048)]
     for names in (["_other_kernel"], ["_forward_kernel"] * 2):
         with pytest.raises(ValueError):
-            ncu.pairs({"counted": counted(*names), "kernels": kernels})
+            ncu.comparisons({"impl": "v1", "counted": counted(*names), "kernels": kernels})
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter stands in for the profiler's GPU")
@@ -94,12 +93,12 @@ def test_committed_counts_of_kernels_are_within_a_tenth_of_what_was_measured(pat
     result = json.loads(path.read_text())
     assert result["cases"] and "dirty" not in result["machine_info"]["commit"]
     for case in result["cases"]:
-        for label, counted, measured in ncu.pairs(case):
+        for label, both in ncu.comparisons(case):
             if label == "PyTorch":  # only PyTorch's arguments and results are counted
                 continue
-            both = ncu.comparison(counted, measured)
             where = case["impl"], case["pass"], case["causal"], label
             # A program that reads only a flag of four bytes moves a sector of 32 bytes.
             sectors = 8 if both["read"] <= 4 * GPUS["h200"].num_sms else 1
-            assert both["read_measured"] == pytest.approx(sectors * both["read"], rel=0.1), where
-            assert both["written_measured"] - both["spilled"] == pytest.approx(both["written"], rel=0.1), where
+            assert both[ncu.READ] == pytest.approx(sectors * both["read"], rel=0.1), where
+            spilled = both[ncu.SPILLED] * ncu.SECTOR
+            assert both[ncu.WRITTEN] - spilled == pytest.approx(both["written"], rel=0.1), where

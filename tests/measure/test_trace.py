@@ -64,13 +64,14 @@ def test_gluon_has_partitions_and_cycles():
 
 
 def test_the_command_draws_a_lane_for_each_tensor(tmp_path, monkeypatch, capsys):
-    figures = []
-    monkeypatch.setattr(traces.plt, "close", figures.append)
+    figures, Figure = [], traces.Figure
+    monkeypatch.setattr(traces, "Figure", lambda **options: figures.append(Figure(**options)) or figures[-1])
     monkeypatch.setattr(traces, "TRACES", tmp_path)
     traces.main(["--stage", "v2,v3", "--pass", "fwd,bwd", "--seq-len", "64", "--head-dim", "16"])
     paths = [tmp_path / f"v2-v3-{pass_}-d16-causal-s64.png" for pass_ in ("fwd", "bwd")]
     assert capsys.readouterr().out.split() == list(map(str, paths)) and all(path.stat().st_size > 1000 for path in paths)
-    both = [trace(stages.load(name), Workload("fwd", 1, 1, 64, 16, True, "float16")) for name in ("v2", "v3")]
+    one_head = Workload("fwd", 1, 1, 64, 16, True, "float16")
+    both = [traces.accesses(name, trace(stages.load(name), one_head)) for name in ("v2", "v3")]
     for axes, each in zip(figures[0].axes, both, strict=True):
-        assert [label.get_text() for label in axes.get_yticklabels()] == traces.lanes(each)
-        assert axes.get_xlim()[1] == max(end for one in both for _, end in traces.moments(one)), "one scale"
+        assert [label.get_text() for label in axes.get_yticklabels()] == list(each.lanes)
+        assert axes.get_xlim()[1] == max(one.end for one in both), "one scale"

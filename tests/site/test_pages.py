@@ -13,6 +13,7 @@ from common.measure.workloads import Workload  # noqa: E402
 from common.show import results  # noqa: E402
 from common.show.results import CODE  # noqa: E402
 from common.show.story import result  # noqa: E402
+from common.show.traces import Mark  # noqa: E402
 from common.site import charts, scenes, texts  # noqa: E402
 from common.site.diffs import blocks  # noqa: E402
 from common.site.pages import build, drawn, sections  # noqa: E402
@@ -89,7 +90,7 @@ def test_a_panel_has_all_bytes_of_the_trace_to_scale():
     lanes = [access.nbytes for access in recorded.accesses if recorded.tensors[access.tensor][1] > 1]
     assert sorted(shown) == sorted(lanes)
     assert panel.megabytes == pytest.approx(sum(access.nbytes for access in recorded.accesses) / 1e6)
-    mark = scenes.Mark("read", 2, 25.0, 50.0, 0.5, 1.0, "program 2 reads <Q>")
+    mark = Mark("read", 2, 25.0, 50.0, 0.5, 1.0, "program 2 reads <Q>")
     path = '<path class="c2" data-words="program 2 reads &lt;Q&gt;" d="M250.00 50.0h250.00v46.0h-250.00z"/>'
     assert drawn([mark], 100.0) == path
 

@@ -45,9 +45,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """Return the number of test processes: one more than CPU cores, as some tests wait; at most eight if they share a GPU."""
+    """Return the number of test processes: one per CPU core, but at most eight if they share a GPU."""
     processors = len(os.sched_getaffinity(0))
-    return processors + 1 if INTERPRETED else min(8, processors)
+    return processors if INTERPRETED else min(8, processors)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -110,7 +110,7 @@ def test_parts_together_are_the_whole(ranks, size, causal):
     ranks.call(size, as_one, "v3", causal, *[2 * size * 5] * 2, torch.float16, SHAPES["shared heads"], causal and size == 3)
 
 
-@causals
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_newest_stage(ranks, causal):
     if reason := stages.unavailable(NEWEST):
         pytest.skip(f"{NEWEST} {reason}")

@@ -111,10 +111,11 @@ def test_without_its_check_a_guess_is_refused(guess, dtype, tmp_path, monkeypatc
 
 
 def test_hostile_inputs(part):
-    """Each pass gets other inputs."""
-    for seed in (2 * part.place, 2 * part.place + 1):
+    """Each pass gets other inputs, and passes that guess the maximum get two."""
+    first = 2 * part.place + part.place % 2
+    for seed in (first, first ^ 1) if part.name in GUESSING or on_gpu else (first,):
         dtype = (torch.bfloat16, torch.float16)[seed % 2]
-        part.check(*inputs(130, 130, 32, dtype, hostile(seed, 130, 2)), causal=seed % 4 < 2)
+        part.check(*inputs(130, 130, 32, dtype, hostile(seed, 130, 2)), causal=seed % 8 < 4)
 
 
 def random_problem(seed, head_dim, dtype, causal):

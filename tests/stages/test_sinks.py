@@ -232,6 +232,7 @@ def test_no_further_tile_is_started_in_vain(long_work, blind, recorded):
     assert recorded.failed[: recorded.begun].all() and not recorded.failed[recorded.begun :].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("long_work", newest_of(GIVING_UP), indirect=True)
 def test_a_few_tiles_that_fail_stop_nothing(long_work, recorded):
     q, k, v = with_key(100, 30, HEADS, 130, 16, torch.float16)

@@ -157,6 +157,7 @@ def test_causal_tiles_of_short_sequences_give_all_programs_equal_work(name, head
     assert watch.work() == dict.fromkeys(range(heads), 10)
 
 
+@pytest.mark.long
 def test_tiles_without_a_mask_go_through_head_after_head(ordered, watch):
     taken = forward(ordered, watch, causal=False)
     tiles = 1 + max(tile for _, tile in taken)

@@ -127,7 +127,7 @@ def measure(call: Callable, gauges: Gauges, timer: GpuTimer) -> dict:
 
 
 def main(argv: list[str]):
-    """Run the command line. What an implementation does not support is named and left out."""
+    """Run the command line. Workloads that an implementation does not support are named and left out."""
     parser = command("common.measure.energy", __doc__, "the JSON file to write")
     add_implementations(parser, BASELINES, FROM)
     for flag, default in (("--seq-len", "4096"), ("--head-dim", "64,128"), ("--causal", "no,yes")):

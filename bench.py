@@ -89,6 +89,13 @@ def _for_pytest(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     return words
 
 
+def _above_0(text: str) -> float:
+    """Parse a finite number above 0. Raise ValueError for other texts."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError(f"{text!r} is not a number above 0")
+    return float(text)
+
+
 def parse_options(argv: list[str]) -> argparse.Namespace:
     """Parse the command line: each LIST becomes a list of distinct values. Exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(
@@ -129,7 +136,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list(
         "value_dim", one_of(head_dims), [None], f"head dimension of V, any of {joined(head_dims)}; default: as for Q and K"
     )
-    add_list("score_std", float, [1.0], "standard deviations of the scores; default: 1")
+    add_list("score_std", _above_0, [1.0], "standard deviations of the scores; default: 1")
     add_list(
         "sink",
         sink,

@@ -325,24 +325,24 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, options):
+    def forward(ctx, q, k, v, options, return_lse):
         out, lse = plainly(_forward, q, k, v, **options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.options = options
+        ctx.options, ctx.return_lse = options, return_lse
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        if grad_lse is not None:
-            raise NotImplementedError(
-                "ring attention has no gradient of the log-sum-exp; detach it, or use a stage's attention"
-            )
         q, k, v, out, lse = ctx.saved_tensors
+        if ctx.return_lse:  # all ranks raise, so that none waits for the others
+            said = "ring attention has no gradient of the log-sum-exp; detach it, or use a stage's attention"
+            _agree(ctx.options["ring"].group, q.device, "", None if grad_lse is None else NotImplementedError(said))
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         # Hooks may have changed the strides.
         q, out, k, v, lse = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous(), lse.contiguous()
-        return *plainly(_backward, grad_out, q, k, v, out, lse, **ctx.options), None
+        return *plainly(_backward, grad_out, q, k, v, out, lse, **ctx.options), None, None
 
 
 def _checked(stage, q, k, v, causal, scale, return_lse, size):
@@ -388,7 +388,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         ValueError: a shape, a device or another value of this rank is wrong, or S / n is odd with a mask. All ranks raise
             ValueError if their shapes, dtypes, options, stages or required gradients differ. If one rank has an error, the
             other ranks raise ValueError too. The message lists what each rank has.
-        NotImplementedError: a backward needs the gradient of the log-sum-exp.
+        NotImplementedError: a backward of this rank needs the gradient of the log-sum-exp. Other ranks raise ValueError.
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)
@@ -405,5 +405,5 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         wrong = error
     _agree(group, q.device if isinstance(q, Tensor) else DEVICE, said, wrong)
     options = {"stage": stage, "ring": ring, "causal": causal, "scale": scale}
-    out, lse = _RingAttention.apply(contiguous_rows(q), k.contiguous(), v.contiguous(), options)
+    out, lse = _RingAttention.apply(contiguous_rows(q), k.contiguous(), v.contiguous(), options, return_lse)
     return (out, lse) if return_lse else out

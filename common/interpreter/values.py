@@ -60,7 +60,7 @@ def _truncated(a, b):
 _INTEGER = {  # division rounds toward zero, as in C; Python's division rounds down
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated,
     "mod": lambda a, b: a - _truncated(a, b) * b, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
-    "lshift": operator.lshift,
+    "lshift": operator.lshift, "rshift": operator.rshift,
 }  # fmt: skip
 
 

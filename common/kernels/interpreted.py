@@ -27,12 +27,14 @@ def install():
     global _installed
     with _installing:
         if not _installed:
-            from common.interpreter import asynchronous, gluon, repairs  # not at the top, because these imports are slow
+            from common.interpreter import repairs  # not at the top, because these imports are slow
             from common.kernels import hopper
 
             for launcher, run in _RUNS.items():
                 launcher.run = run
             repairs.install()
+            from common.interpreter import asynchronous, gluon  # now, because `gluon` notes the repaired functions
+
             GluonJITFunction.run = gluon.run
             gluon.means(hopper.fetch_add)(gluon.fetch_add)
             gluon.means(hopper.flag_wait)(gluon.flag_wait)

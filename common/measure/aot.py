@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import torch
@@ -173,8 +172,8 @@ def _in_own_process(context, case: dict) -> list[dict]:
     with concurrent.futures.ProcessPoolExecutor(1, context) as process:
         try:
             return process.submit(_compile_case, case).result()
-        except BrokenProcessPool:
-            return [case | {"error": "the compiler's process died"}]
+        except Exception as error:  # the process died, or the case failed; the other cases go on
+            return [case | {"error": f"the compiler's process: {error!r}"}]
 
 
 def compile_cases(cases: list[dict]) -> list[dict]:

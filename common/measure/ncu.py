@@ -135,7 +135,9 @@ def add_counts(options):
     """Count each case of the file on the interpreter, with the measured kernels' tiles. Add the counts to the file."""
     if DEVICE != "cpu":
         raise SystemExit("count works only on the interpreter: set TRITON_INTERPRET=1")
-    result = json.loads(options.file.read_text())
+    result = json.loads(options.file.read_text()) if options.file.exists() else {}
+    if "cases" not in result:
+        raise SystemExit(f"{options.file} is not a file that measure has written")
     for case in result["cases"]:
         workload = Workload.of(case)
         print(f"{case['impl']} {workload.label}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import sys
 
 from tqdm import tqdm
 
-UPDATES_APART_S = 0.1, 10  # minimum seconds between two updates of the bar: on a terminal, and elsewhere
 COLUMNS = 100
 
 
@@ -15,9 +14,8 @@ class Progress(tqdm):
     """
 
     def __init__(self, total: float):
-        often, seldom = UPDATES_APART_S
         super().__init__(
-            total=total, smoothing=0, ncols=COLUMNS, leave=False, mininterval=often if sys.stderr.isatty() else seldom,
+            total=total, smoothing=0, ncols=COLUMNS, leave=False, mininterval=0.1 if sys.stderr.isatty() else 10,
             bar_format="{percentage:3.0f} %, about {remaining} left |{bar:20}| {desc}",
         )  # fmt: skip
 

@@ -57,31 +57,34 @@ class Report(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A false report of a tool on a kernel. All source lines of the report match the regular expression `lines`."""
+    """A false report of a tool on a kernel: its file has the text `needs`, and all reported lines match the pattern `lines`."""
 
     tool: str
     kernel: str
     lines: str
     reason: str
+    needs: str = ""
 
     def explains(self, report: Report) -> bool:
         """Return whether a report of this tool is this false report."""
-        lines = (linecache.getline(*place) for place in report.lines)
-        return report.kernel == self.kernel and bool(report.lines) and all(re.search(self.lines, line) for line in lines)
+        lines = [linecache.getline(*place) for place in report.lines]
+        needed = all(self.needs in "".join(linecache.getlines(file)) for file, _ in report.lines)
+        return needed and report.kernel == self.kernel and lines != [] and all(re.search(self.lines, line) for line in lines)
 
 
 TILE = "the mbarriers next_tiles.full and queries.empty separate the store of a tile's number from its loads"
 STATE = "the compiler's own barriers separate the writes and reads of the arguments that it passes to the other warps"
 COPIED = "the compiler's own mbarriers separate the copies of Q from the reads of its rows"
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
+SPLIT = " warp_specialize="  # of COPIED and DESCRIBED: an argument of a loop
 KNOWN = (
     Known("racecheck", "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
     # The reports with the reason STATE name the kernel's first line, and the line that splits the warps into roles. Some
     # forwards split the warps inside an `if`. Then the report may name the `if` instead.
     Known("racecheck", "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
-    Known("racecheck", "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
-    Known("initcheck", "_forward_kernel", r"tl\.make_tensor_descriptor\(", DESCRIBED),
+    Known("racecheck", "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED, SPLIT),
+    Known("initcheck", "_forward_kernel", r"tl\.make_tensor_descriptor\(", DESCRIBED, SPLIT),
 )
 
 

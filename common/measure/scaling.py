@@ -11,6 +11,7 @@ measures no time. It counts the bytes that a rank sends, and compares them with 
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -105,13 +106,20 @@ def attention_of(impl: str, group, causal: bool):
         )
 
 
+def inputs(workload: Workload, group) -> tuple[torch.Tensor, ...]:
+    """Return this rank's part of q, k, v and the output's gradient. Each rank draws its own."""
+    torch.manual_seed(dist.get_rank(group))
+    length = workload.seq_len // dist.get_world_size(group)
+    return dataclasses.replace(workload, seq_len=length, kv_len=length).inputs()
+
+
 def _plain(q, k, v, causal, scale, grad_out, diagonal, ranks: int) -> dict:
     """Return the results of `reference.plain`. With several ranks, dK and dV are sums of each rank's rounded terms.
 
     q and grad_out have equally many rows of each chunk of the sequence.
     """
     found = reference.plain(q, k, v, causal, scale, grad_out, diagonal)
-    if ranks > 1:
+    if ranks > 1 and grad_out is not None:
         places = torch.arange(len(diagonal), device=q.device)
         chunks, terms = places.chunk(2 * ranks), []
         for rank in range(ranks):
@@ -126,8 +134,9 @@ def _plain(q, k, v, causal, scale, grad_out, diagonal, ranks: int) -> dict:
 def check(attend: Callable, workload: Workload, group):
     """Raise AssertionError on each rank unless O, dQ, dK and dV are within the bounds of `common.measure.reference`.
 
-    The check compares only the first K/V head and its query heads. It compares dK and dV of all keys. The sequence has two
-    chunks for each rank. In each chunk, the check compares O and dQ of some query rows, including the first and the last row.
+    A forward's check has only O. The check compares only the first K/V head and its query heads, and dK and dV of all keys.
+    The sequence has two chunks for each rank. In each chunk, the check compares O and dQ of some query rows, including the
+    first and the last row.
     The gradient of the output is 0 in all other rows, so dK and dV depend only on the compared rows. Results that are not
     compared must be finite.
     """
@@ -135,19 +144,25 @@ def check(attend: Callable, workload: Workload, group):
     chunk, heads = w.seq_len // (2 * size), w.heads // w.kv_heads
     some = torch.linspace(0, chunk - 1, CHECKED_ROWS).long().unique()
     rows = (torch.arange(0, w.seq_len, chunk)[:, None] + some).flatten().to(DEVICE)
-    q, k, v, grad_out = w.inputs()  # the same on each rank
-    problem = q[:, :heads, rows], k[:, :1], v[:, :1], w.causal, w.head_dim**-0.5, grad_out[:, :heads, rows]
+    *leaves, grad_out = inputs(w, group)
     sparse = torch.zeros_like(grad_out)
-    sparse[:, :heads, rows] = problem[-1]
-    leaves = [shard(tensor, 2, group).requires_grad_() for tensor in (q, k, v)]
-    out = attend(*leaves)
-    parts = out.detach(), *torch.autograd.grad(out, leaves, shard(sparse, 2, group))
-    results = dict(zip(("out", "dq", "dk", "dv"), parts, strict=True))
-    wrong = [name for name, part in results.items() if not part.isfinite().all()]
+    of_rank = shard(torch.zeros(w.seq_len, device=DEVICE, dtype=torch.bool).index_fill(0, rows, True), 0, group)
+    sparse[:, :heads, of_rank] = grad_out[:, :heads, of_rank]
+    parts = dict(zip(("q", "k", "v", "grad_out"), (*leaves, sparse), strict=True))
+    if w.pass_ == "fwd":
+        parts["out"] = attend(*leaves)
+    else:
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        parts["out"] = (out := attend(*leaves)).detach()
+        parts |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, sparse), strict=True)
+    wrong = [name for name, part in parts.items() if not part.isfinite().all()]
     verdict = f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None
-    whole = {name: unshard(results[name][:, :heads], 2, group)[:, :, rows] for name in ("out", "dq")}
-    whole |= {name: unshard(results[name][:, :1], 2, group) for name in ("dk", "dv")}
+    keys = parts.keys() & {"k", "v", "dk", "dv"}
+    whole = {name: unshard(part[:, : 1 if name in keys else heads], 2, group) for name, part in parts.items()}
+    whole |= {name: whole[name][:, :, rows] for name in whole.keys() - keys}
+    q, k, v, grad_out = (whole.pop(name) for name in ("q", "k", "v", "grad_out"))
     if rank == 0 and not wrong:
+        problem = q, k, v, w.causal, w.head_dim**-0.5, None if w.pass_ == "fwd" else grad_out
         diagonal = rows - torch.arange(len(rows), device=DEVICE)
         try:
             reference.assert_correct(whole, reference.truth(*problem, diagonal), _plain(*problem, diagonal, size))
@@ -195,7 +210,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
-        call, found = call_of(attend, workload, [shard(tensor, 2, group) for tensor in workload.inputs()]), {}
+        call, found = call_of(attend, workload, inputs(workload, group)), {}
         if impl not in SDPA:
             found |= {"sent_bytes": bytes_sent_in(call), "sent_formula": sent_bytes(workload, size, dist.get_rank(group))}
         if ON_GPUS:
@@ -308,6 +323,7 @@ def main(argv: list[str]) -> int:
     if ON_GPUS:
         run["links"] = [link(workload, tokens, groups[world]) for tokens in options.tokens if world > 1]
         run["machine_info"]["gpus"] = f"{world} × {torch.cuda.get_device_name()}"
+        run["machine_info"]["environment"] = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
         run["machine_info"]["nccl"] = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
     elif rank == 0:
         print("No GPU is in use. The run has no times, because the interpreter's times mean nothing.")

@@ -148,9 +148,9 @@ def predict(launches: list[Launch], rates: Rates, heads: int = 1) -> float:
     """Predict the seconds that launches take one after the other.
 
     Each launch costs `launch_us`, and the longest of three times: its compulsory bytes (`crossing`) at HBM's rate, its
-    requested bytes at the L2 cache's rate, and its FLOPs at the matmul rate. The prediction assumes work for all SMs. It knows
-    no other unit, such as that of the exponentials. Kernels that draw less power than a matmul can be up to a tenth faster than
-    the measured matmul rate.
+    requested bytes at the L2 cache's rate, and its FLOPs at the matmul rate. The prediction assumes work for all SMs,
+    and that the L2 cache holds what a launch rereads. It knows no other unit, such as that of the exponentials. Kernels that
+    draw less power than a matmul can be up to a tenth faster than the measured matmul rate.
 
     Args:
         heads: the launches are those of one head, counted on a GPU's `share`. The prediction is for this number of heads.

@@ -21,6 +21,7 @@ from common.show.scaling import scaling_passage, scaling_tables
 from common.show.tables import PASS_NAMES, legend, markdown, mask, speed_table
 
 PREDICTION = "../../docs/measuring.md#predictions"  # from a stage's README
+PREDICTED = f"predicted, S = {results.COUNTED_AT}"  # a column
 
 
 def _spans(name: str) -> list[tuple]:
@@ -103,11 +104,12 @@ def gain_table(name: str) -> str:
     where = results.places(filter(None, used.values()))
     if not parent:
         return f"The table shows milliseconds ({where}).\n\n{_step_table(rows, headers)}"
-    gpus = {span: traffic.GPUS.get(results.gpu_of(run.machine).lower()) for span, run in used.items() if run}
-    forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus.items() if gpu}
+    gpus = ((span, traffic.GPUS.get(results.gpu_of(run.machine).lower())) for span, run in used.items() if run)
+    forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus if gpu}
     by = [f"[predicted]({PREDICTION})"] * any(forecasts.values())
     if by:
-        rows, headers = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}, ["predicted", *headers]
+        headers.insert(0, PREDICTED)
+        rows = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}
     by += [f"measured ({where}{results.CHANGED * any(changed)})"] if where else []
     missing = dict.fromkeys(f"{PASS_NAMES[span[0]]}, D = {span[1]}" for span, run in used.items() if not run)
     caption = [f"Speed over {results.spoken(parent)}: {', '.join(by)}."]

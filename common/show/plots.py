@@ -1,4 +1,4 @@
-"""Draw the plots of plots/: the speed of all stages, and the speed of decoding."""
+"""Draw the speed of all stages into plots/."""
 
 from pathlib import Path
 
@@ -10,29 +10,14 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 import stages  # noqa: E402
 from common.show import results  # noqa: E402
-from common.show.tables import PASS_NAMES, kv_gbps  # noqa: E402
+from common.show.tables import PASS_NAMES  # noqa: E402
 
-# Libraries have dashed or dotted lines and hollow markers. Color-blind readers can tell the libraries' colors apart.
-PEER_STYLES = (
-    {"color": "0.55", "linestyle": "--", "marker": "o"},
-    {"color": "0.15", "linestyle": ":", "marker": "s"},
-    {"color": "#0072B2", "linestyle": "-.", "marker": "^"},
-    {"color": "#009E73", "linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "D"},
-)
-STAGE_MARKERS = "osv^DPX*<>pHdh8"
+# Lines of libraries. Color-blind readers can tell the colors apart.
+STYLES = (
+    {"color": "0.55", "linestyle": "--"}, {"color": "0.15", "linestyle": ":"}, {"color": "#0072B2", "linestyle": "-."},
+    {"color": "#009E73", "linestyle": (0, (6, 1, 1, 1, 1, 1))},
+)  # fmt: skip
 BARS = "#f4a582"
-DECODED = ((1, 16, 16), (8, 32, 8))  # batch size, heads and K/V heads of each panel in decoding.png
-
-
-def style(name: str, names: list[str]) -> dict:
-    """Return the color, line and marker of an implementation among `names`. Stages have solid lines, from dark to bright."""
-    peers = [other for other in names if not stages.position(other)]
-    if name in peers:
-        return {**PEER_STYLES[peers.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
-    line = [other for other in names if other not in peers]
-    place = line.index(name)
-    color = plt.colormaps["plasma"](0.88 * place / max(1, len(line) - 1))
-    return {"color": color, "linestyle": "-", "marker": STAGE_MARKERS[place % len(STAGE_MARKERS)]}
 
 
 def _save(figure, path: Path, title: str):
@@ -68,7 +53,7 @@ def draw_evolution(found: list[results.Run], directory: Path):
         axes.margins(x=0.01, y=0.12)
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
         for name in (name for name in rates if name not in line):
-            look = {key: style(name, run.libraries)[key] for key in ("color", "linestyle")}
+            look = STYLES[run.libraries.index(name) % len(STYLES)]
             axes.axhline(rates[name], linewidth=1.4, label=results.spoken(name), zorder=0, **look)
         axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -77,31 +62,9 @@ def draw_evolution(found: list[results.Run], directory: Path):
     _save(figure, directory / "evolution.png", f"{measured}\nfloat16, means over the ladder's workloads")
 
 
-def draw_decoding(run: results.Run, directory: Path):
-    """Plot the rate at which K and V are read for one query, against the number of keys."""
-    figure, grid = plt.subplots(1, len(DECODED), figsize=(10, 4.5), layout="constrained", sharey=True)
-    for axes, model in zip(grid, DECODED, strict=True):
-        axes.set_title("forward, D=128, one query, B={}, H/Hkv={}/{}".format(*model), fontsize=10)
-        works = [work for work in run.works if (work.batch, work.heads, work.kv_heads, work.seq_len) == (*model, 1)]
-        for name in run.names:
-            if points := sorted((work.kv_len, kv_gbps(run.record(name, work))) for work in run.times(name, works)):
-                look = style(name, run.names)
-                axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1.5, label=results.spoken(name), **look)
-        axes.axhline(run.machine["copy_gbps"], color="#D55E00", linestyle="--", label="a copy, read and written", zorder=0)
-        lengths = sorted({work.kv_len for work in works})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, map(str, lengths))
-        axes.set_xlabel("keys")
-        axes.grid(alpha=0.25)
-        axes.set_ylim(0)
-    grid[0].set_ylabel("GB/s of K and V")
-    _save(figure, directory / "decoding.png", f"{results.origin(run.machine)}; bfloat16, no mask")
-
-
 def draw_all(directory: Path):
     """Draw all plots of results/ into a directory."""
     draw_evolution(results.runs(), directory)
-    draw_decoding(results.load_run(results.run_file("decode-d128")), directory)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Write the first lines of a GPU benchmark's output: a stage's gain over its parent, and a table of some implementations."""
 
+from collections import Counter
+
 import stages
 from common.show.results import LEGEND, Run, ratio
 from common.show.tables import PASS_NAMES, markdown
 
 MOST_GROUPS = 4  # the table has columns for at most this many pairs of pass and head dimension
-MOST_STAGES = 4  # the table has at most this many of the run's last stages
+MOST_STAGES = 4  # the table has at most this many stages up to the one that the summary is about
 
 
 def _headline(run: Run, subject: str, over: str) -> list[str]:
@@ -53,11 +55,14 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
     for work in run.works:
         groups.setdefault((list(PASS_NAMES).index(work.pass_), work.head_dim), []).append(work)
     groups = dict(sorted(list(groups.items())[:MOST_GROUPS]))
-    kept = {*run.libraries, subject, over, ours[0], *ours[-MOST_STAGES:]}
+    before = [name for name in ours[: ours.index(subject)] if not stages.is_dead_end(name)]
+    kept = {*run.libraries, subject, over, ours[0], *before[1 - MOST_STAGES :]}
     rows = [[name, *(_cell(run, name, works) for works in groups.values())] for name in run.names if name in kept]
     headers = ["TFLOP/s, × parent", *(f"{list(PASS_NAMES)[pass_]}, D={dim}" for pass_, dim in groups)]
     lines += ["", *markdown(rows, headers, (headers[0],)).splitlines()]
     if left_out := len(run.names) - len(rows):
         lines.append(f"The tables below have {left_out} more implementations.")
+    failures = Counter(f"{record['impl']} {record['failure']}" for record in records if "failure" in record)
+    lines += ["Not measured: " + ", ".join(f"{what} ({number})" for what, number in failures.items())] * bool(failures)
     lines += [LEGEND["="]] * any(cell.endswith("=") for row in rows for cell in row)
     return "\n".join(lines)

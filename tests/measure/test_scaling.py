@@ -42,7 +42,7 @@ def checked(group, wrong, causal):
         "half of a gradient": lambda q, k, v: ring(q, k, 0.5 * v + 0.5 * v.detach()),
         "NaN in another head": lambda q, k, v: ring(q, k, v).index_fill(1, torch.tensor(1, device=q.device), float("nan")),
     }
-    scaling.check(attends[wrong], workload("fwd", 12 * size, causal), group)
+    scaling.check(attends[wrong], workload("fwd+bwd", 12 * size, causal), group)
 
 
 @pytest.mark.parametrize(("size", "causal", "pass_", "sent"), [

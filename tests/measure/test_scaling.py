@@ -48,7 +48,7 @@ def checked(group, wrong, causal):
 @pytest.mark.parametrize(("size", "causal", "pass_", "sent"), [
     (2, True, "fwd", (2, 2)), (2, True, "fwd+bwd", (4 + 2, 4 + 1)),
     pytest.param(3, False, "fwd+bwd", (8 + 2 + 4,) * 3, marks=pytest.mark.long),
-    (3, True, "fwd+bwd", (8 + 2 + 4, 8 + 1 + 4, 8 + 1 + 2)),
+    pytest.param(3, True, "fwd+bwd", (8 + 2 + 4, 8 + 1 + 4, 8 + 1 + 2), marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_rank_sends_what_the_formula_says(ranks, size, causal, pass_, sent):
     """`sent` has a number for each rank: the bytes that it sends, divided by the elements of its K and V."""

@@ -49,6 +49,7 @@ def test_pages_open_and_fit_a_phone(page):
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["reading", *(pytest.param(name, marks=pytest.mark.long) for name in ("v3", "v25", "index"))])
 @pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.long)])
 def test_everyone_can_read_a_page(page, name, scheme):
@@ -98,6 +99,7 @@ def test_the_controls_of_a_step(page):
     assert visible(page, ".parts")[0].inner_text().startswith("backward.py") and "pass=bwd" in page.url
 
 
+@pytest.mark.long
 def test_zoom_widens_the_timelines_and_they_scroll_together(page):
     page.goto("v25.html")
     field = visible(page, ".zoomed .field")[0]
@@ -109,6 +111,7 @@ def test_zoom_widens_the_timelines_and_they_scroll_together(page):
     assert [each.evaluate("each => each.scrollLeft") for each in visible(page, ".zoomed .field")] == [300, 300]
 
 
+@pytest.mark.long
 def test_a_term_shows_its_definition_and_keys_lead_to_steps(page):
     page.goto("v3.html")
     term = page.query_selector("a.term")
@@ -126,6 +129,7 @@ def test_a_term_shows_its_definition_and_keys_lead_to_steps(page):
     assert page.title() == "followed"
 
 
+@pytest.mark.long
 def test_without_scripts_everything_is_there(browser):
     page = browser(java_script_enabled=False)
     page.goto("v3.html")

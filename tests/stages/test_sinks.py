@@ -224,6 +224,7 @@ def blind(long_work, monkeypatch):
     set_names(monkeypatch, long_work.__name__.removeprefix("stages."), SAMPLE_LIMIT=2**20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("long_work", newest_of(GIVING_UP), indirect=True)
 def test_no_further_tile_is_started_in_vain(long_work, blind, recorded):
     check(long_work, *with_key(100, 30, HEADS, 130, 16, torch.float16), False)

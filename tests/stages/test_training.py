@@ -87,6 +87,7 @@ dtypes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 @dtypes
 def test_loss_matches_sdpa(stage, dtype):
     curve, tolerance = expected(dtype)

@@ -141,7 +141,7 @@ export: needs-STAGE needs-TO $(SETUP)  ## write a stage as a package of its own:
 
 carry: EXAMPLE = make carry FROM=v11
 carry: $(if $(filter yes,$(CONTINUE) $(ABORT)),,needs-FROM) $(SETUP)  ## carry your edit of a stage to all that descend from it: make carry FROM=v11; SINCE=HEAD~1 if committed; CONTINUE=yes or ABORT=yes after a conflict
-	@$(PYTHON) -m common.show.carry $(if $(FROM),"$(FROM)") $(addprefix --since=,$(SINCE)) $(if $(CONTINUE),--continue) $(if $(ABORT),--abort)
+	@$(PYTHON) -m common.show.carry $(if $(FROM),"$(FROM)") $(addprefix --since=,$(SINCE)) $(if $(filter yes,$(CONTINUE)),--continue) $(if $(filter yes,$(ABORT)),--abort)
 
 drift: $(SETUP)  ## find functions that differ from the parent's in comments alone, or that return to an older ancestor's
 	@$(PYTHON) -m common.show.drift$(piped)

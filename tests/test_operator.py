@@ -239,7 +239,7 @@ def test_differentiating_twice_raises(stage):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_cuda_graph_after_some_calls(stage, calls, unordered):
-    """A CUDA graph reads its inputs' current values, even if the captured call is a replay (`common.kernels.replay`)."""
+    """A CUDA graph reads its inputs' current values, even if the captured call is a replay (`common.recording`)."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
     for _ in range(calls):

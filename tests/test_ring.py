@@ -82,7 +82,7 @@ def rounds_and_layouts(group):
 
 
 def with_checkpoint_and_autocast(group):
-    """With checkpointing, gradients have equal bits. Under autocast, results have autocast's dtype. The LSE has no gradient."""
+    """With checkpointing, gradients have equal bits. Under autocast, results have autocast's dtype."""
     q, k, v, grad_out = (shard(t, 2, group) for t in make_inputs(16, 16, dtype=torch.float32))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     attention = functools.partial(ring_attention, stages.load("v3"), group=group, causal=True)
@@ -91,8 +91,24 @@ def with_checkpoint_and_autocast(group):
     assert all(map(torch.equal, plain, again))
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         assert attention(*leaves).dtype == torch.bfloat16
-    with pytest.raises(NotImplementedError, match="no gradient of the log-sum-exp"):
-        attention(*leaves, return_lse=True)[1].sum().backward()
+    (unused,) = torch.autograd.grad(_WithoutGradient.apply(attention(*leaves)).sum(), leaves[:1])
+    assert not unused.any()
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def use_the_lse_on_rank_0(group):
+    q = torch.randn(1, 2, 8, 16, device=DEVICE, requires_grad=True)
+    out, lse = ring_attention(stages.load("v3"), q, q, q, group=group, return_lse=True)
+    (out.sum() + lse.sum() if dist.get_rank(group) == 0 else out.sum()).backward()
 
 
 # --- The tests.
@@ -165,6 +181,12 @@ def test_an_error_on_one_rank_ends_the_call_on_all(ranks, other, kind):
     fine, wrong = ranks.outcomes(2, attend, {1: other})
     assert type(wrong) is kind
     assert type(fine) is ValueError and f"rank 1 has {kind.__name__}: {wrong}" in str(fine)
+
+
+def test_a_gradient_of_the_lse_on_one_rank_ends_the_backward_on_all(ranks):
+    wrong, fine = ranks.outcomes(2, use_the_lse_on_rank_0)
+    assert isinstance(wrong, NotImplementedError) and "no gradient of the log-sum-exp" in str(wrong)
+    assert isinstance(fine, ValueError) and "rank 0 has NotImplementedError" in str(fine)
 
 
 def test_unlike_parts_are_no_sequence(ranks):

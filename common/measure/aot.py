@@ -87,7 +87,7 @@ def first_that_survives(autotuner, kwargs):
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
-    """Describe a compiled kernel: return the entries that a row has besides those of its case."""
+    """Describe a compiled kernel: return the entries of its row, without the case's."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
     source_ir = texts.get(".ttir") or texts[".ttgir"]  # Gluon has no .ttir
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}

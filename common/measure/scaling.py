@@ -174,7 +174,7 @@ def check(attend: Callable, workload: Workload, group):
 
 
 class _Together(GpuTimer):
-    """A timer for the GPUs of a group. They begin each round together, and the round's time is that of the slowest rank.
+    """A timer for the GPUs of a group. They begin each round together. The slowest rank's time counts.
 
     All ranks get the same times, so all ranks run equally many rounds.
     """

@@ -186,8 +186,8 @@ def tables_of(path: Path) -> str:
         heading, table = next(kind for field, kind in KINDS.items() if field in fields and "machine_info" in fields)
         return f"# {heading}: {path.stem}\n\n{table(result)}\n"
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-        known = "a run that `make bench` saved, or a file of results/"
-        raise ValueError(f"{path} has no tables; FILE= takes {known}, and results/README.md lists those") from None
+        known = "runs that `make bench` saved have some, and so have most files of results/"
+        raise ValueError(f"{path} has no tables; {known}") from None
 
 
 def step_hunk() -> str:

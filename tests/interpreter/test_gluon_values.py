@@ -144,6 +144,7 @@ TOO_WIDE = {
     "sub": lambda n: -n - 2,
     "mul": lambda n: 2 * n,
     "lshift": lambda n: n << 1,
+    "rshift": lambda n: (n >> 1) * 3,  # the shifted number is an int32, too
     "to": lambda n: (n.to(gl.int64) * 2).to(gl.int32),
 }
 

@@ -16,7 +16,11 @@ from common.runtime import INTERPRETED
 
 def place(part, text):
     """Return (path, number) of the first line that contains `text` in v25's `forward_{part}.py`."""
-    path = Path(stages.__path__[0], "v25_second_q", f"forward_{part}.py")
+    return place_of("v25", f"forward_{part}.py", text)
+
+
+def place_of(stage, file, text):
+    path = stages.directory(stages.resolve(stage)) / file
     return str(path), next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)
 
 
@@ -69,6 +73,10 @@ def test_reports_are_parsed_and_explained():
     entry = sanitize.KNOWN[0]
     for report in (new, Report("race", "_other_kernel", known.lines), Report("race", "_forward_kernel")):
         assert entry.explains(known) and not entry.explains(report)
+    copied = next(entry for entry in sanitize.KNOWN if entry.reason == sanitize.COPIED)
+    loads = (place_of(stage, "forward.py", "q_desc.load(") for stage in ("v4b", "v5"))
+    found = [copied.explains(Report("race", "_forward_kernel", (load,))) for load in loads]
+    assert found == [True, False]  # only v4b's compiler splits the warps
     for log in ("", "========= COMPUTE-SANITIZER\n"):  # no summary, so the tool has not finished
         assert sanitize.parse(log) == ([], None)
 

@@ -98,6 +98,11 @@ def test_ratios_within_the_noise_are_equal_signs_and_changed_code_is_marked():
     assert "=: the difference" in text
 
 
+def test_a_summary_names_what_was_not_measured():
+    records = [record(V2, 1.0), record(V3, failure="WRONG", note="why"), record(V3, failure="WRONG", seq_len=1024, note="why")]
+    assert f"Not measured: {V3} WRONG (2)" in summary(records, GPU, V3)
+
+
 def test_a_summary_begins_with_the_gain_over_the_parent():
     """A pass's gain is a geometric mean over the workloads that both stages have."""
     records = [record(V2, 4.0), record(V3, 1.0), record(V2, 9.0, 1024), record(V3, 9.0, 1024), record(V3, 1.0, 2048)]

@@ -82,12 +82,13 @@ def expected(dtype):
     return curve, 5 * (losses(sdpa_in_float64, dtype) - curve).abs().max() + 4e-6
 
 
+pytestmark = pytest.mark.long
+
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[] if DEVICE == "cuda" else [pytest.mark.long])]
 )
 
 
-@pytest.mark.long
 @dtypes
 def test_loss_matches_sdpa(stage, dtype):
     curve, tolerance = expected(dtype)

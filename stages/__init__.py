@@ -1,7 +1,8 @@
-"""The stages of the evolution, one package each. No code outside a stage's directory lists its name.
+"""The stages of the evolution, one package each. They form a tree: each stage changes its parent's code by one idea.
 
-A name gives a stage's position: v4_… is the fourth step, v4a_… a dead end that branches off it. The main ladder leads to the
-fastest attention for training. Tracks go on from its end, each for one other workload.
+A name gives a stage's place. v4_… is step 4 of the trunk, which leads to the fastest exact attention for training. decode2_… is
+step 2 of the track `decode`, a branch for one other kind of workload. v4a_… is a dead end off v4. No code outside a stage's
+directory lists its name.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import itertools
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,24 +21,33 @@ from types import ModuleType
 from common.kernels.tuning import WITH_TMA, tuners
 from common.runtime import architecture
 
+TRUNK = "v"
+
 
 @functools.cache  # callers sort by it, thousands of times
-def position(name: str) -> tuple[int, str] | None:
-    """Return a stage's position: (4, "") for v4_…, (4, "a") for v4a_…; None for other names."""
-    match = re.match(r"v(\d+)([a-z]?)_", name)
-    return match and (int(match[1]), match[2])
+def position(name: str) -> tuple[bool, str, int, str] | None:
+    """Return a sortable position: (False, "v", 4, "") for v4_…, (True, "decode", 2, "a") for decode2a_…; None for names that no
+    stage can have. The trunk comes first, then the tracks in alphabetical order."""
+    match = re.match(r"([a-z]+)(\d+)([a-z]?)_", name)
+    return match and (match[1] != TRUNK, match[1], int(match[2]), match[3])
+
+
+def is_experiment(name: str) -> bool:
+    """Whether a stage is a user's experiment, `EXPERIMENT = True`. An experiment is no step of the evolution."""
+    return _recorded(name, "EXPERIMENT") is not None
 
 
 def is_dead_end(name: str) -> bool:
     """Whether a stage is a dead end, from which the evolution does not continue."""
-    return (position(name) or (0, ""))[1] != ""
+    place = position(name)
+    return place is not None and place[-1] != "" and not is_experiment(name)
 
 
 def names() -> list[str]:
     """Return the directory names of all stages in order, dead ends after the stage that they branch off: ['v0_naive', …].
 
     Raises:
-        SystemExit: two stages have the same number, so a step's parent would be ambiguous.
+        SystemExit: two stages have the same place, so a step's parent would be ambiguous.
     """
     folders = {(root, name) for root in __path__ for name in os.listdir(root) if position(name)}
     found = list({name for root, name in folders if os.path.exists(f"{root}/{name}/__init__.py")})
@@ -47,19 +58,32 @@ def names() -> list[str]:
     return found
 
 
+def line(track: str = TRUNK) -> list[str]:
+    """Return the stages of the trunk, or of a track, in order, without dead ends and experiments."""
+    return [name for name in names() if position(name)[1] == track and not is_dead_end(name) and not is_experiment(name)]
+
+
+def tracks() -> list[str]:
+    """Return the names of all tracks in order: ['decode', …]."""
+    return list(dict.fromkeys(filter(None, map(track, names()))))
+
+
+def newest() -> str:
+    """Return the directory name of the trunk's last stage, which chooses among the ends of the tracks."""
+    return line()[-1]
+
+
 def _recorded(name: str, what: str) -> str | None:
-    """Return the string that a stage's `__init__.py` assigns to the name `what`; None if it does not."""
+    """Return what a stage's `__init__.py` assigns to the name `what`, a string without its quotes; None for nothing."""
     module = directory(name) / "__init__.py"
-    found = module.exists() and re.search(rf"^{what} = [\"'](.*)[\"']", module.read_text(), re.MULTILINE)
-    return found[1] if found else None
+    found = module.exists() and re.search(rf"^{what} = (.*?)(?:  #.*)?$", module.read_text(), re.MULTILINE)
+    return found[1].strip("\"'") if found else None
 
 
 def track(name: str) -> str | None:
-    """Return the track of a stage, `TRACK = "decoding"` in its `__init__.py`; None for a stage of the main ladder.
-
-    `common.show.tracks` lists the tracks and their benchmarks.
-    """
-    return _recorded(name, "TRACK")
+    """Return the track of a stage, such as "decode"; None for a stage of the trunk, and for names that no stage can have."""
+    found = position(name)
+    return found[1] if found and found[0] else None
 
 
 def version(name: str) -> str:
@@ -110,25 +134,46 @@ def changed(name: str, texts: dict[str, str], folder: Path) -> Iterator[str]:
             del sys.modules[module]
 
 
+def moved() -> dict[str, str]:
+    """Return the present names of stages by the names that they had before the tree.
+
+    A stage records its old name: `WAS = "v31_split_keys"`. A stage that took in several others names them all, with spaces.
+    """
+    return {old: name for name in names() for old in (_recorded(name, "WAS") or "").split()}
+
+
+@functools.cache  # says it once
+def _say_moved(found: str):
+    """Warn if the short name of the stage `found` meant another stage before the tree."""
+    for old, new in moved().items():
+        if version(old) == version(found) and new != found:
+            warnings.warn(f"{version(found)} is {found}; {old} is now {new}", stacklevel=4)
+
+
 def resolve(name: str) -> str:
-    """Return the directory name of a stage; `name` is a directory name or a version ("v3", "V3" or "3").
+    """Return the directory name of a stage; `name` is a directory name, a version ("v3", "V3" or "3"), or "newest".
 
     Raises:
         ValueError: there is no such stage. The message names a similar one, or all versions.
     """
     wanted = name.strip().lower()
-    wanted = f"v{wanted}" if wanted[:1].isdigit() else wanted
+    wanted = f"{TRUNK}{wanted}" if wanted[:1].isdigit() else wanted
+    if wanted == "newest":
+        return newest()
     if wanted in (known := names()):
         return wanted
     found = [stage for stage in known if version(stage) == version(wanted)]
     if found and version(wanted) == wanted:
+        _say_moved(found[0])
         return found[0]
+    for old, new in moved().items():
+        if wanted in (old, version(old)):
+            raise ValueError(f"no stage is called {name!r} any more; {old} is now {new}")
     if similar := found or difflib.get_close_matches(wanted, known, n=1):
         raise ValueError(f"no stage is called {name!r}; did you mean {similar[0]}?")
-    line, dead_ends = ([version(stage) for stage in known if is_dead_end(stage) == dead] for dead in (False, True))
-    raise ValueError(
-        f"no stage is called {name!r}; there are {line[0]} to {line[-1]}, and the dead ends {', '.join(dead_ends)}"
-    )
+    chains = ["{} to {}".format(*(version(line(track)[end]) for end in (0, -1))) for track in (TRUNK, *tracks())]
+    dead_ends = ", ".join(version(stage) for stage in known if is_dead_end(stage))
+    raise ValueError(f"no stage is called {name!r}; there are {', '.join(chains)}, and the dead ends {dead_ends}")
 
 
 def load(name: str) -> ModuleType:
@@ -139,14 +184,14 @@ def load(name: str) -> ModuleType:
 def parent(name: str) -> str | None:
     """Return the directory name of the stage that `name` was made from; None if there is no such stage, as for the first one.
 
-    `PARENT = "v29"` in a stage's `__init__.py` names its parent. Without it, the parent is the stage of the main ladder
-    before it; a dead end's parent has its own number.
+    `PARENT = "v26"` in a stage's `__init__.py` names its parent. Without it, the parent is the stage before it in the trunk or
+    in its track; a dead end's parent has its own number.
 
     Args:
         name: a directory name. A stage that no longer exists, in old results, counts as one without a `PARENT`.
 
     Raises:
-        SystemExit: `PARENT` names no stage.
+        SystemExit: `PARENT` names no stage, or is missing in a track's first stage.
     """
     if recorded := _recorded(name, "PARENT"):
         try:
@@ -154,9 +199,15 @@ def parent(name: str) -> str | None:
         except ValueError:
             module = directory(name) / "__init__.py"
             raise SystemExit(f"{module}: PARENT = {recorded!r} names no stage") from None
-    number, branch = position(name) or (0, "")
-    line = [other for other in names() if not is_dead_end(other) and position(other) < (number + bool(branch), "")]
-    return line[-1] if line else None
+    if not (place := position(name)):
+        return None
+    *chain, number, letter = place
+    before = [other for other in line(chain[1]) if position(other) < (*chain, number + bool(letter), "")]
+    if not before and track(name) and directory(name).exists():
+        raise SystemExit(
+            f"{directory(name) / '__init__.py'}: PARENT is missing, which names the stage that the track starts from"
+        )
+    return before[-1] if before else None
 
 
 def unavailable(name: str) -> str | None:
@@ -165,12 +216,12 @@ def unavailable(name: str) -> str | None:
 
 
 def recommended() -> str:
-    """Return the directory name of the stage to use here: the newest stage, not a dead end, that runs well on the current GPU.
+    """Return the directory name of the stage to use here: the trunk's newest stage that runs well on the current GPU.
 
     Autotuned kernels move their tiles through tensor descriptors. GPUs before Hopper have no TMA, so these kernels get only
     small tiles (`common.kernels.tuning`), and a stage with fixed tiles is faster. On the interpreter every stage runs.
     """
     arch = architecture()
     has_tma = arch is None or arch in WITH_TMA
-    line = (name for name in reversed(names()) if not is_dead_end(name) and not unavailable(name))
-    return next(name for name in line if has_tma or not tuners(load(name)))
+    found = (name for name in reversed(line()) if not unavailable(name))
+    return next(name for name in found if has_tma or not tuners(load(name)))

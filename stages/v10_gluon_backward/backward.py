@@ -1,8 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
-
-Change from v9: the kernel states all layouts, loads, barriers and waits. Also, one ring serves all query heads that share the
-keys. `_query_tile` orders the steps so that all masked tiles come first. dQ is computed in parts of 64 rows.
-"""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

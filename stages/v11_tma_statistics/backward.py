@@ -1,7 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
-
-Change from v10: TMA loads LSE and delta with Q. A kernel in backward_prepare.py stores LSE and delta side by side.
-"""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper.
-
-Change from v8: the kernel states all layouts, loads, barriers and waits. The algorithm is the same.
-"""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

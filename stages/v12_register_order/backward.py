@@ -1,9 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
-
-Change from v11: dQ is stored and added in the order of the registers, without bank conflicts. Also, dQ leaves the CTA in parts
-of at most 64 columns, which need fewer registers. The kernels in backward_prepare.py, not PyTorch, zero dQ's accumulator, and
-later scale and round it.
-"""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1) with one consumer, in Gluon, for Hopper.
-
-Change from v12: one warp loads, and the others compute.
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B) with one consumer, in Gluon, for Hopper.
-
-Change from v12: one warp loads, and the others compute.
-"""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

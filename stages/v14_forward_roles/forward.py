@@ -1,8 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
-
-Change from v13: each warpgroup is a consumer with 64 query rows, and goes at its own pace. Each consumer ends with the last key
-tile that its rows see.
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
-
-Change from v14: two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. Also, the producer, which has
-nothing to load at the end, stores dK and dV. The second consumer skips query tiles that see none of its keys (`unseen`).
-"""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
-
-Change from v15: if there are two consumers, each keeps its Q in registers.
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
-
-Change from v16: query tiles are shifted, so that a consumer's diagonal crosses one key tile. The first tile may then start
-before query 0.
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

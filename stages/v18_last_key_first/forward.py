@@ -1,8 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
-
-Change from v17: a consumer visits its key tiles from last to first, and only the first visited tile has a mask. Also, the
-softmax has its own file, forward_softmax.py.
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

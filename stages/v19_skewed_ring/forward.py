@@ -1,8 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
-
-Change from v18: P V comes one step later, right after the next tile's scores. A slot of the ring holds the K and V that a step
-needs. Also, the producer loads the first K right after the first consumer's Q.
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""Online softmax (arXiv 1805.02867, Algorithm 3): one pass over S for maximum and sum, a second to write P.
-
-Also, the first pass skips the key tiles that no row of a program sees.
-"""
+"""Online softmax (arXiv 1805.02867, Algorithm 3): one pass over S for maximum and sum, a second to write P."""
 
 import torch
 import triton

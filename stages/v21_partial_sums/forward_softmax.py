@@ -1,7 +1,4 @@
-"""A consumer's online softmax.
-
-Change from v20: the four threads that share a row keep four sums, and add them at the end.
-"""
+"""A consumer's online softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

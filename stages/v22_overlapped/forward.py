@@ -1,7 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
-
-Change from v21: the matmuls for a tile's scores and for the previous tile's P V are issued together (forward_softmax.py).
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

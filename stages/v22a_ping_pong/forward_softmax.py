@@ -1,7 +1,4 @@
-"""A consumer's online softmax.
-
-Change from v22: consumers take turns to issue their matmuls.
-"""
+"""A consumer's online softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

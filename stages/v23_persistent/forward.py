@@ -1,10 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
-
-Change from v22: one persistent CTA per SM takes tiles in fixed strides: with N CTAs, every N-th tile. It begins to load the
-next tile while the current one ends.
-Also, `_store_out` divides O by the row sums and finds O's head, which saves registers. Problem and Tile have their own file,
-forward_scheduler.py.
-"""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""A consumer's online softmax.
-
-Change from v21: the matmuls for a tile's scores and for the previous tile's P V are issued together.
-"""
+"""A consumer's online softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

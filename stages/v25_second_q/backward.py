@@ -1,8 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
-
-Change from v21: a consumer issues the matmuls for dP and dV together, and waits for dV only after it has issued the matmul for
-dK. While matmuls run, it also waits for a free slot of dS, and signals that dS is there.
-"""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 
@@ -31,14 +27,12 @@ from common.kernels.hopper import (
     slot_and_phase,
     widened,
 )
-from common.kernels.order import tile_and_head
 from common.layout import empty_rows
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
+from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
 
-CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
 SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
 
 
@@ -53,24 +47,6 @@ class Tensors(NamedTuple):
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-
-
-class Tile(NamedTuple):
-    """A work tile: KEYS keys of one head, and the query tiles that see them."""
-
-    batch: gl.tensor
-    kv_head: gl.tensor
-    head: gl.tensor  # the first of the query heads that share these keys
-    batch_head: gl.tensor  # batch * H + head
-    heads_per_kv: gl.tensor  # number of query heads that share these keys
-    start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
-    first: gl.tensor  # the first query tile that sees one of the keys
-    tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles from `first` on, of all these query heads
-    unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
-    masked: gl.tensor  # number of steps at the start that need a mask
 
 
 class KeysValues(NamedTuple):
@@ -101,17 +77,6 @@ class DsRing(NamedTuple):
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
     empty: gl.shared_memory_descriptor  # a barrier for each slot: dS has been read
-
-
-@gluon.jit
-def _query_tile(step, tile):
-    """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
-
-    The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
-    """
-    shared = step % tile.heads_per_kv
-    number = tile.first + step // tile.heads_per_kv
-    return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number
 
 
 @gluon.jit
@@ -231,7 +196,7 @@ def _producer(tensors, tile, kv, ring):
 
 
 @gluon.jit
-def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -244,7 +209,7 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
     k = kv.k.index(w).reshape([ROWS, HEAD_DIM])
     v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
-    scale_log2 = scale * LOG2_E
+    scale_log2 = problem.scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
     # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
     unseen = tile.unseen * w
@@ -291,24 +256,6 @@ def _backward_kernel(
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
-    tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
-    start_n = tile_n * KEYS
-    batch = batch_head // kv_heads
-    kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
-    masked = 0  # number of query tiles, from `first` on, that need a mask
-    unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
-    if CAUSAL:
-        first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
-        full = gl.cdiv(gl.maximum(start_n + KEYS - 1 - diagonal, 0), BLOCK_M)  # the first query tile that sees every key
-        masked = gl.minimum(full, tiles_m) - first
-        if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
-            unseen = gl.minimum(gl.maximum(start_n + ROWS - diagonal, 0) // BLOCK_M, tiles_m) - first
-    tiles = tiles_m - first
-    masked = gl.where(start_n + KEYS > seq_k, tiles, masked)
-
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -326,17 +273,15 @@ def _backward_kernel(
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
-    tile = Tile(
-        batch, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv, start_n, seq_k - start_n, diagonal,
-        first, tiles_m, tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
-    )  # fmt: skip
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     gl.warp_specialize(
         [
-            (_consumer, (tile, kv, ring, ds_ring, scale, 0, CAUSAL)),
-            (_consumer, (tile, kv, ring, ds_ring, scale, 1, CAUSAL)),
+            (_consumer, (tile, kv, ring, ds_ring, problem, 0, CAUSAL)),
+            (_consumer, (tile, kv, ring, ds_ring, problem, 1, CAUSAL)),
             (_dq_consumer, (tensors, tile, kv, ds_ring)),
             (_producer, (tensors, tile, kv, ring)),
         ],

@@ -1,7 +1,4 @@
-"""A consumer's online softmax.
-
-Change from v25: the first visited tile's maximum serves all tiles. Only MODE "again" keeps a running maximum.
-"""
+"""A consumer's online softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,7 +1,5 @@
 """A forward with a guessed maximum, taken from each row's last keys and checked afterwards (FlashDecoding++, arXiv 2311.01282,
 section 3), in Gluon, for Hopper.
-
-Change from v25: the maximum is a guess. A second launch repeats the tiles that failed, with a running maximum.
 """
 
 from typing import NamedTuple

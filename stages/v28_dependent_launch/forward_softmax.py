@@ -1,7 +1,4 @@
-"""A consumer's online softmax.
-
-Change from v26: with a causal mask and more than FEW_TILES tiles, the guessed maximum comes from the first two visited tiles.
-"""
+"""A consumer's online softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

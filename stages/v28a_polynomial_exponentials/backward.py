@@ -1,8 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
-
-Change from v21: a consumer issues the matmuls for dP and dV together, and waits for dV only after it has issued the matmul for
-dK. While matmuls run, it also waits for a free slot of dS, and signals that dS is there.
-"""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""v28's forward with a polynomial for every fourth exponential (FlashAttention-4, arXiv 2603.05451), in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

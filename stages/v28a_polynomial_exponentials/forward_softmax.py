@@ -1,7 +1,4 @@
-"""A consumer's online softmax.
-
-Change from v28: a polynomial computes every fourth exponential.
-"""
+"""A consumer's online softmax."""
 
 import triton.language as tl
 from triton.experimental import gluon

@@ -1,7 +1,5 @@
 """A forward with a guessed maximum, taken from each row's last keys and checked afterwards (FlashDecoding++, arXiv 2311.01282,
 section 3), in Gluon, for Hopper.
-
-Change from v28: at D = 128, key tiles have 64 keys in four buffers instead of 128 keys in two.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,4 @@
-"""A forward with a guessed maximum, in Gluon, for Hopper.
-
-Change from v29: query heads that share a K/V head lie side by side in one tile, if this makes fewer tiles.
-Also, `launch` is a function, because later stages launch the kernel in more modes.
-"""
+"""A forward with a guessed maximum, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

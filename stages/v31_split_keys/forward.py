@@ -1,7 +1,4 @@
-"""A forward with a guessed maximum, in Gluon, for Hopper. Query heads that share a K/V head share a tile.
-
-Change from v30: if tiles do not fill the GPU, several CTAs share a tile's keys. `forward_merge.py` merges their results.
-"""
+"""A forward with a guessed maximum, in Gluon, for Hopper. Query heads that share a K/V head share a tile."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed.
-Change from v31: short work takes one launch with a running maximum, MODE "running". In this mode, as with split keys, a
-consumer without rows computes one tile, whose result is not used.
 """
 
 from typing import NamedTuple

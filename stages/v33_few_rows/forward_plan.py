@@ -1,8 +1,4 @@
-"""How the host divides a forward's work into tiles, splits and launches.
-
-Change from v32: few query rows get tiles of their own, with more keys. These tiles take MODE "running", because a running
-maximum costs them little. Heads are always packed if rows are few or keys are split.
-"""
+"""How the host divides a forward's work into tiles, splits and launches."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,6 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v32: `forward_plan.py` chooses the tiles, splits and launches.
 """
 
 from typing import NamedTuple

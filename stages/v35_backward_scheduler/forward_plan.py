@@ -1,8 +1,4 @@
-"""How the host divides a forward's work into tiles, splits and launches.
-
-Change from v33: `splits_of` chooses the number of splits by predicted time. Keys are split only if rows are few or tiles do
-not fill the GPU.
-"""
+"""How the host divides a forward's work into tiles, splits and launches."""
 
 import functools
 from typing import NamedTuple

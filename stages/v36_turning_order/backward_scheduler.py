@@ -1,7 +1,4 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
-
-Change from v35: with a causal mask and query groups, CTAs that start together read the same query tiles.
-"""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
-
-Change from v37: each work tile has at least one masked step. `_tile` explains why.
-"""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
 
 from typing import NamedTuple
 

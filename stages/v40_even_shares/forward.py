@@ -1,7 +1,6 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v39: MODE "again" counts the failed tiles, so that each CTA gets equally many.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""How the host divides a forward's work into tiles, splits and launches.
-
-Change from v38: `FIRST_KEYS` is the number of first keys in a guess.
-"""
+"""How the host divides a forward's work into tiles, splits and launches."""
 
 import functools
 from typing import NamedTuple

@@ -1,8 +1,4 @@
-"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
-
-Change from v39: `_next_failed` counts the failed tiles that it skips. Also, one tensor, `State`, has the counter and the flags,
-so that the kernel needs one pointer.
-"""
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v41: if many tiles fail, MODE "guess" ends, and MODE "again" also computes the tiles that never started. Also, if
-keys are split, the counter gives out tiles, so MODE "again" knows which started.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
-
-Change from v41: `_in_vain` tells if many tiles fail. `_next_again` also finds the tiles that never started.
-"""
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""How the host divides a forward's work into tiles, splits and launches.
-
-Change from v40: `TILES_AGAIN` has the tile sizes of MODE "again".
-"""
+"""How the host divides a forward's work into tiles, splits and launches."""
 
 import functools
 from typing import NamedTuple

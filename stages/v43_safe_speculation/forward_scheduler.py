@@ -1,7 +1,4 @@
-"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
-
-Change from v42: `_in_vain` also reads the flags of samples.
-"""
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 

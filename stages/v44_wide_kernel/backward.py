@@ -1,7 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
-
-Change from v43: D = 256 has its own kernel (`backward_wide_dkv.py`).
-"""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
-
-Change from v43: at D = 256, a work tile has 64 keys.
-"""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""The backward for D = 256. One consumer computes dV, the other consumer computes dK and its part of dQ.
-
-Change from v44: the first consumer computes P and passes it to the second consumer through shared memory.
-"""
+"""The backward for D = 256. One consumer computes dV, the other consumer computes dK and its part of dQ."""
 
 from typing import NamedTuple
 

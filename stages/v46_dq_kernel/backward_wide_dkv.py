@@ -1,7 +1,4 @@
-"""dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
-
-Change from v45: `backward_wide_dq.py` computes dQ.
-"""
+"""dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
-
-Change from v46: K and V of later steps load during a step.
-"""
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory."""
 
 from typing import NamedTuple
 

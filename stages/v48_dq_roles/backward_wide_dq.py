@@ -1,7 +1,4 @@
-"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
-
-Change from v47: a producer loads all tiles, and two consumers compute 64 query rows each.
-"""
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory."""
 
 from typing import NamedTuple
 

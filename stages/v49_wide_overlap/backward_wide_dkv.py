@@ -1,8 +1,4 @@
-"""dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
-
-Change from v48: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q, dO, K and
-V have separate barriers, so that the first matmul starts before the other tiles arrive.
-"""
+"""dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK."""
 
 from typing import NamedTuple
 

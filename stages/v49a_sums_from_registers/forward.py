@@ -1,8 +1,6 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v42: `forward_sample.py` tells before the first tile whether guesses would fail. Also, each launch lets the next
-launch start early.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
-
-Change from v47: at D = 256, the dQ kernel loads and stores tiles of 64 rows.
-"""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,4 @@
-"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
-
-Change from v48: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q and dO have
-separate barriers, so that S starts before dO arrives.
-"""
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory."""
 
 from typing import NamedTuple
 

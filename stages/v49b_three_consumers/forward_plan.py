@@ -1,7 +1,4 @@
-"""How the host divides a forward's work into tiles, splits and launches.
-
-Change from v49: `UNMASKED` has a shape with three consumers, for D = 128 without a mask.
-"""
+"""How the host divides a forward's work into tiles, splits and launches."""
 
 import functools
 from typing import NamedTuple

@@ -1,8 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors.
-
-Change from v3: an autotuner chooses tile sizes, and TMA loads and stores tiles. Both changes come together, because a
-descriptor for TMA holds the tile size that the autotuner chooses.
-"""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors."""
 
 import torch
 import triton

@@ -1,7 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
-
-Change from v49: a warp of its own, in `backward_writer.py`, adds dQ to its accumulator.
-"""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 

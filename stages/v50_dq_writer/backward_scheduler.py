@@ -1,7 +1,4 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
-
-Change from v49: the producer passes on three tile numbers, because the dQ writer may be a tile behind.
-"""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
 
 from typing import NamedTuple
 

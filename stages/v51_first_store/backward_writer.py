@@ -1,7 +1,4 @@
-"""The dQ writer: a warp that moves dQ to its accumulator in memory (FlashAttention-3, arXiv 2407.08608, appendix B).
-
-Change from v50: the first CTA at a query tile stores its contribution. Later CTAs add theirs.
-"""
+"""The dQ writer: a warp that moves dQ to its accumulator in memory (FlashAttention-3, arXiv 2407.08608, appendix B)."""
 
 from typing import NamedTuple
 

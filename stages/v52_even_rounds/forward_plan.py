@@ -1,7 +1,4 @@
-"""How the host divides a forward's work into tiles, splits and launches.
-
-Change from v41: the plan has the number of CTAs and the rounds, too.
-"""
+"""How the host divides a forward's work into tiles, splits and launches."""
 
 import functools
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
-
-Change from v43: in rounds, long tiles alternate with short tiles.
-"""
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""A consumer's online softmax.
-
-Change from v38: the guess includes the first keys. They replace the guess's second key tile.
-"""
+"""A consumer's online softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

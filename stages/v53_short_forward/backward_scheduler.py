@@ -1,8 +1,4 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
-
-Change from v50: CTAs that share keys take different query heads at the same time. Without a mask, CTAs of a head also start at
-different query tiles.
-"""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
 
 from typing import NamedTuple
 

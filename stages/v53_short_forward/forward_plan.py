@@ -1,7 +1,4 @@
-"""How the host divides a forward's work into tiles, splits and launches.
-
-Change from v52: query tiles with few key tiles keep a running maximum.
-"""
+"""How the host divides a forward's work into tiles, splits and launches."""
 
 import functools
 from typing import NamedTuple

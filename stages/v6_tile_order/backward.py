@@ -1,7 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2). A kernel computes delta, line 4 of the algorithm, once.
-
-Change from v5: the longest causal tiles start first. Heads come in groups whose inputs fit into the L2 cache.
-"""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2). A kernel computes delta, line 4 of the algorithm, once."""
 
 import torch
 import triton

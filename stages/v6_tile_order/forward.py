@@ -1,7 +1,4 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors.
-
-Change from v5: the longest causal tiles start first. Heads come in groups whose inputs fit into the L2 cache.
-"""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors."""
 
 import torch
 import triton

@@ -1,7 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory.
-
-Also, keys past the end need a mask, because dQ sums over all keys of a tile.
-"""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory."""
 
 import torch
 import triton

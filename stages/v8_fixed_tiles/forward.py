@@ -1,8 +1,4 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors and tiles for Hopper.
-
-Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v9 on) depend on them. Also, inputs have 16 bits,
-so the matmuls need no PRECISION. float32 falls back to v7.
-"""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors and tiles for Hopper."""
 
 from typing import NamedTuple
 

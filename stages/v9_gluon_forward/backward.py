@@ -1,9 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with tiles for Hopper: dQ accumulates in memory.
-
-Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Also, P is kept in 16
-bits until dS needs it, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded at
-once. Float32 inputs and D = 256 do not fit on chip with these tiles, and fall back to v7.
-"""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with tiles for Hopper: dQ accumulates in memory."""
 
 import torch
 import triton

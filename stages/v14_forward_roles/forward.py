@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from common.kernels.hopper import LOG2_E, ROWS, describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase
 from common.kernels.order import tile_and_head
 from common.layout import empty_rows
-from stages.v7_one_backward.forward import forward as forward_of_v7
+from stages.v6_tile_order.forward import forward as forward_of_v6
 
 
 class Tensors(NamedTuple):
@@ -229,14 +229,14 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxn
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v6.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
     """
     require_hopper(__package__)
     if q.dtype == torch.float32:
-        return forward_of_v7(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
+        return forward_of_v6(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)

@@ -29,7 +29,7 @@ from common.kernels.hopper import (
 )
 from common.kernels.order import tile_and_head
 from common.layout import empty_rows
-from stages.v7_one_backward.backward import backward as backward_of_v7
+from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
 
@@ -344,14 +344,14 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v7 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
+    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
     It also falls back for D or Dv = 256.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
-        return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
+        return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns

@@ -29,7 +29,7 @@ from common.kernels.hopper import (
 )
 from common.layout import empty_rows
 from common.runtime import num_sms
-from stages.v7_one_backward.backward import backward as backward_of_v7
+from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, Tensors, _next, _query_tile, _tile
@@ -360,7 +360,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v7 for float32. Up to D = 128, this also falls back under `torch.use_deterministic_algorithms`, because
+    This falls back to v6 for float32. Up to D = 128, this also falls back under `torch.use_deterministic_algorithms`, because
     CTAs add to dQ in any order.
     """
     require_hopper(__package__)
@@ -368,7 +368,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     kv_heads, seq_k, value_dim = v.shape[1:]
     wide = max(head_dim, value_dim) == 256
     if q.dtype == torch.float32 or (not wide and torch.are_deterministic_algorithms_enabled()):
-        return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
+        return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns

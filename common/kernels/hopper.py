@@ -184,3 +184,43 @@ def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.conste
 def slot_and_phase(n, slots: gl.constexpr):
     """Return the slot of the n-th use of a ring, counted from 0, and the parity (0 or 1) of this use's phase."""
     return n % slots, n // slots & 1
+
+
+@gluon.jit
+def wait_full(full, n):
+    """Wait until the n-th fill of a ring has arrived, and return its slot. `full` has a barrier for each slot."""
+    slot, phase = slot_and_phase(n, full.shape[0])
+    mbarrier.wait(full.index(slot), phase)
+    return slot
+
+
+@gluon.jit
+def wait_empty(empty, n):
+    """Wait until the slot of a ring's n-th fill is free, and return the slot. At the start, all slots are free."""
+    slot, phase = slot_and_phase(n, empty.shape[0])
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    return slot
+
+
+@gluon.jit
+def signal(barriers, n):
+    """Arrive at the barrier of a ring's n-th fill."""
+    mbarrier.arrive(barriers.index(n % barriers.shape[0]), count=1)
+
+
+@gluon.jit
+def matrix(buffer):
+    """Return a buffer of shape [1, 1, rows, columns] in shared memory as a matrix."""
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.constexpr_function
+def wgmma_layout(rows, columns):
+    """Return the register layout of a wgmma's result. Each warp holds 16 of the rows, and all columns."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
+
+
+@gluon.jit
+def per_row(factors, layout: gl.constexpr):
+    """Return one factor for each row as a column, for a tile with this layout."""
+    return gl.convert_layout(factors, gl.SliceLayout(1, layout))[:, None]

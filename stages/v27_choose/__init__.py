@@ -1,0 +1,16 @@
+"""Choose: the host takes the end of the track that suits the problem."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .choice import choice
+from .forward import forward
+
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "choice", "forward", "unavailable"]
+WAS = "v53_short_forward"
+
+SPILLED_BYTES = 284  # the most that a kernel of these tracks spills
+UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
+
+attention = make_attention(__name__, forward, backward)

@@ -1,0 +1,21 @@
+"""The backward: it calls the backward of the track that suits the head dimension."""
+
+from stages.shortbwd6_first_store.backward import backward as backward_of_shortbwd
+from stages.wide6_wide_overlap.backward import backward as backward_of_wide
+
+
+def chosen_backward(head_dim, value_dim) -> str:
+    """Return the track whose backward is the fastest: "wide" for D or Dv = 256, "shortbwd" for all smaller ones."""
+    return "wide" if max(head_dim, value_dim) == 256 else "shortbwd"
+
+
+BACKWARDS = {"shortbwd": backward_of_shortbwd, "wide": backward_of_wide}
+
+
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
+
+    Both tracks fall back to v6 for float32 and under `torch.use_deterministic_algorithms`.
+    """
+    track = chosen_backward(q.shape[3], v.shape[3])
+    return BACKWARDS[track](grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)

@@ -1,0 +1,19 @@
+"""The forward: it calls the forward of the track that suits the problem."""
+
+from stages.decode4_few_rows.forward import forward as forward_of_decode
+from stages.guess7_short_rows.forward import forward as forward_of_guess
+from stages.shortfwd2_even_rounds.forward import forward as forward_of_shortfwd
+
+from .forward_plan import chosen_forward
+
+FORWARDS = {"decode": forward_of_decode, "shortfwd": forward_of_shortfwd, "guess": forward_of_guess}
+
+
+def forward(q, k, v, *, causal, scale, diagonal=0):
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors.
+
+    Raises:
+        Unavailable: the GPU is not a Hopper GPU.
+    """
+    track = chosen_forward(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, diagonal)
+    return FORWARDS[track](q, k, v, causal=causal, scale=scale, diagonal=diagonal)

@@ -1,0 +1,23 @@
+"""The host's choice among forwards: few queries, short rows, or a guess."""
+
+from common.runtime import num_sms
+from stages.decode4_few_rows.forward_plan import plan as plan_of_decode
+from stages.guess7_short_rows.forward_plan import is_short
+
+
+def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal, diagonal) -> str:
+    """Return the track whose forward is the fastest: "decode", "shortfwd" or "guess". All arguments are sizes; see
+    `common.operator`.
+
+    - "decode" if rows are few, or if tiles do not fill the GPU, so that CTAs split the keys.
+    - "shortfwd" if a running maximum costs less than a guess; "decode" if query heads that share a tile save tiles then.
+    - "guess" for all other problems. It packs no heads: with long rows, a guess saves more than the tiles that packing saves.
+    """
+    width, programs = max(head_dim, value_dim), num_sms()
+    keys = min(seq_k, seq_q + diagonal) if causal else seq_k
+    plan = plan_of_decode(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs)
+    if plan.few or plan.splits > 1:
+        return "decode"
+    if not is_short(batch * heads, seq_q, seq_k, diagonal, causal, width, programs):
+        return "guess"
+    return "decode" if plan.packed > 1 else "shortfwd"

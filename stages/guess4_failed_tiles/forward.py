@@ -26,7 +26,7 @@ from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_scheduler import NextTiles, Problem, _next, _next_failed, _pass_on, _state, _tile
-from .forward_softmax import _accumulate, _first_scores, _scores
+from .forward_softmax import _accumulate, _scores, _scores_of
 
 
 class Tensors(NamedTuple):
@@ -216,7 +216,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
         fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
-        s_first = _first_scores(q, queries.first.index(own)) if MODE == "guess" else None
+        s_first = _scores_of(q, queries.first.index(own)) if MODE == "guess" else None
         if Q_STAGES == 2:
             # Wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may arrive there.
             tma.store_wait(0)

@@ -79,8 +79,8 @@ def _add(a, b):
 
 @gluon.jit
 def _next_failed(number, skip, tiles, state):
-    """Search from tile `number` on. Skip `skip` failed tiles and return the number of the next failed tile, or a number of at
-    least `tiles` if no tile is left."""
+    """Search the tiles from `number` to `tiles` - 1. Skip `skip` failed tiles and return the number of the next failed tile, or
+    a number of at least `tiles` if no tile is left."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (skip >= 0) & (number < tiles):
         failed = gl.load(state.tile_failed + number + offs, mask=number + offs < tiles, other=0)

@@ -23,8 +23,8 @@ def _scores(q, ring, fill):
 
 
 @gluon.jit
-def _first_scores(q, k):
-    """Start to compute the scores of the first keys."""
+def _scores_of(q, k):
+    """Start to compute the scores of the keys `k`, which are [1, 1, keys, HEAD_DIM]."""
     k = k.reshape([k.shape[2], k.shape[3]])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, k.shape[0], 16])
     no_s = gl.zeros([ROWS, k.shape[0]], gl.float32, s_layout)

@@ -79,12 +79,12 @@ def _add(a, b):
 
 
 @gluon.jit
-def _next_failed(number, skip, started, state):
-    """Search from tile `number` on. Skip `skip` failed tiles and return the number of the next failed tile, or a number of at
-    least `started` if no tile is left."""
+def _next_failed(number, skip, tiles, state):
+    """Search the tiles from `number` to `tiles` - 1. Skip `skip` failed tiles and return the number of the next failed tile, or
+    a number of at least `tiles` if no tile is left."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
-    while (skip >= 0) & (number < started):
-        failed = gl.load(state.tile_failed + number + offs, mask=number + offs < started, other=0)
+    while (skip >= 0) & (number < tiles):
+        failed = gl.load(state.tile_failed + number + offs, mask=number + offs < tiles, other=0)
         number += gl.sum((gl.associative_scan(failed, 0, _add) <= skip).to(gl.int32), 0)
         skip -= gl.sum(failed, 0)
     return number

@@ -25,9 +25,10 @@ def _scores(q, ring, fill):
 @gluon.jit
 def _scores_of(q, k):
     """Start to compute the scores of the keys `k`, which are [1, 1, keys, HEAD_DIM]."""
-    k = k.reshape([k.shape[2], k.shape[3]])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, k.shape[0], 16])
-    no_s = gl.zeros([ROWS, k.shape[0]], gl.float32, s_layout)
+    KEYS: gl.constexpr = k.shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, KEYS, 16])
+    no_s = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    k = k.reshape([KEYS, k.shape[3]])
     return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
 
 

@@ -371,6 +371,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
     programs = min(tiles, num_sms())
     state = lse.new_empty(2 + LATELY.value + tiles, dtype=torch.int32)  # see `State`
+    # NOTE: for short rows, samples and two launches take longer than a running maximum; guess7 takes one launch.
     _sample_kernel[min(LATELY.value, num_sms()),](
         describe_tile(q, 64), describe_tile(k, TILES[width].keys), describe_tile(k, FIRST_KEYS), state, scale, SAMPLE_LIMIT,
         batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from cases import Part, available, by_functions, check, guessing, names_in, namespaces, never_short, set_names
+from cases import Part, available, by_functions, check, guessing, namespaces, never_short, set_names
 
 import stages
 from common import recording
@@ -24,6 +24,7 @@ on_gpu = DEVICE == "cuda"
 
 SEED, SECONDS = int(os.environ.get("HOSTILE_SEED", "0")), float(os.environ.get("HOSTILE_SECONDS", "20"))
 GUESSING = guessing()
+NEWEST = [name for name in GUESSING if not stages.is_dead_end(name)][-1]
 
 
 def always_guess(name):
@@ -33,12 +34,12 @@ def always_guess(name):
 
 @pytest.fixture
 def guess(monkeypatch):
-    """A function that loads a stage and makes it guess the maximum, with a number of splits if the stage can split keys."""
+    """A function that loads a stage and makes it guess the maximum."""
     monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not have these changes
 
-    def load(name, splits=1):
+    def load(name):
         available(name)
-        set_names(monkeypatch, name, **always_guess(name), splits_of=lambda *_: splits)
+        set_names(monkeypatch, name, **always_guess(name))
         return stages.load(name)
 
     return load
@@ -71,7 +72,7 @@ def misses():
     """Yield (stage, dtype, scores). The default run has all of them for the newest stage, and two for each other stage."""
     for name, dtype, scores in itertools.product(GUESSING, (torch.float16, torch.bfloat16), DISTRIBUTIONS):
         worst = scores is DISTRIBUTIONS[1 if dtype == torch.float16 else 0]
-        marks = [] if worst or name == GUESSING[-1] else [pytest.mark.long]
+        marks = [] if worst or name == NEWEST else [pytest.mark.long]
         yield pytest.param(name, dtype, scores, id=f"{name}-{str(dtype)[6:]}-{scores.sinks[0].nats:g}nats", marks=marks)
 
 
@@ -83,18 +84,10 @@ def test_a_sink_that_the_guess_misses(guess, name, dtype, scores):
         check(stage, *inputs(140, 210, 64, dtype, scores), causal=False, run=with_plain_gradients)
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.long), "bottom-right"])
-@pytest.mark.parametrize("name", [name for name in GUESSING if "splits_of" in names_in(name)])
-def test_a_sink_that_the_guess_of_a_split_misses(guess, name, causal):
-    stage = guess(name, splits=3)
-    scores = Scores(sinks=(Sink(330, 24.0, head=1),))
-    check(stage, *inputs(140, 600, 64, torch.bfloat16, scores), causal=causal, run=with_plain_gradients)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_without_its_check_a_guess_is_refused(guess, dtype, tmp_path, monkeypatch):
     """The rule refuses the newest stage if tiles that few keys dominate do not count as failed."""
-    name = GUESSING[-1]
+    name = NEWEST
     stage = guess(name)
     forward = stages.source(name, "forward.py")
     line = next(line for line in forward.splitlines(keepends=True) if "LIMIT * l_capped" in line)

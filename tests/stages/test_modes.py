@@ -1,19 +1,22 @@
-"""Each mode of a forward kernel is right, with and without split keys.
+"""Each mode of a forward kernel is right.
 
 MODE "guess" guesses each row's maximum. MODE "again" repeats the tiles whose guess failed. MODE "running" keeps a running
 maximum. The host chooses by shape, and for most small problems it chooses "running". So these tests force or find each choice.
 """
 
+import json
+
 import pytest
-import torch
 from cases import available, make_inputs, names_in, never_short, once, set_names
 
 import stages
 from common import recording
 from common.measure.constants import ALWAYS
 from common.measure.reference import assert_correct, plain, truth
+from common.measure.workloads import Workload
 from common.operator import diagonal
 from common.runtime import DEVICE, num_sms
+from common.show.results import ROOT
 
 
 def has_modes(name):
@@ -22,13 +25,14 @@ def has_modes(name):
 
 
 GUESSING = once([name for name in stages.names() if has_modes(name)], "forward")
-NEWEST = GUESSING[-1]
+CHOOSING = [name for name in GUESSING if "is_short" in names_in(name)]
+NEWEST = CHOOSING[0]
 
 
 class Recorded:
-    """A forward kernel that records the mode and the number of splits of each launch.
+    """A forward kernel that records the mode of each launch.
 
-    `failed` has a flag for each split of the last tile: 1 if the split failed in the launch with mode "guess".
+    `failed` is 1 if the last tile failed in the launch with mode "guess".
     """
 
     def __init__(self, kernel):
@@ -36,12 +40,9 @@ class Recorded:
 
     def __getitem__(self, grid):
         def launch(*args, MODE, **options):
-            named = dict(zip(self.kernel.arg_names, args, strict=False))
-            splits = named.get("splits", 1)
-            self.launched.append((MODE, splits))
+            self.launched.append(MODE)
             if MODE == "again":
-                state = torch.cat([named[name] for name in ("counter_ptr", "failed_ptr", "state_ptr") if name in named])
-                self.failed = state[-splits:].tolist()
+                self.failed = dict(zip(self.kernel.arg_names, args, strict=False))["state_ptr"][-1].item()
             return self.kernel[grid](*args, MODE=MODE, **options)
 
         return launch
@@ -71,66 +72,89 @@ MASKS = {False: "full", "bottom-right": "bottom-right", True: "top-left"}
 
 
 def combinations():
-    """Yield (stage, mode, number of splits, mask). The default run takes only one mask for stages before the newest."""
+    """Yield (stage, mode, mask). The default run takes only one mask for stages before the newest."""
     for name in GUESSING:
         for mode in ("guess", "again", *(["running"] if "SHORT" in names_in(name) else [])):
-            for splits in (1, 2) if "splits_of" in names_in(name) else (1,):
-                for causal, mask in MASKS.items():
-                    if causal is True and mode == "again":
-                        continue  # the last split has one key tile, so its guess cannot fail
-                    marks = [] if mask == "bottom-right" or name == NEWEST else [pytest.mark.long]
-                    yield pytest.param(name, mode, splits, causal, id=f"{name}-{mode}-{splits}-{mask}", marks=marks)
+            for causal, mask in MASKS.items():
+                if causal is True and mode == "again":
+                    continue  # the last tile's rows see too few keys
+                marks = [] if mask == "bottom-right" or name == NEWEST else [pytest.mark.long]
+                yield pytest.param(name, mode, causal, id=f"{name}-{mode}-{mask}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "mode", "splits", "causal"), list(combinations()))
-def test_each_mode_with_and_without_splits(name, mode, splits, causal, recorded, monkeypatch):
-    """If mode "again" is tested, key 70 makes the last split fail. Else key 0 is a sink, which only split 0 may guess.
-
-    A sink of 120 nats in the guess of another split would make all P of this split underflow to 0.
-    """
+@pytest.mark.parametrize(("name", "mode", "causal"), list(combinations()))
+def test_each_mode(name, mode, causal, recorded, monkeypatch):
+    """If mode "again" is tested, key 70 makes the last tile fail. Else key 0 is a sink, which may be in the guess."""
     stage, kernel = recorded(name)
-    q, k, v, _ = make_inputs(130, 200, 16, batch=1, heads=1)  # 4 key tiles, and too many rows for the tiles of few rows
+    q, k, v, _ = make_inputs(130, 200, 16, batch=1, heads=1)  # 4 key tiles
     q[..., 0], k[..., 0] = 4, 0
     if mode == "again":
         k[:, :, 70, 0] = 30  # no guess includes key 70, and its P overflows float16
     elif "FIRST_KEYS" in names_in(name):
         k[:, :, 0, 0] = 120
     # All samples pass, so that the launch with mode "guess" starts each tile.
-    set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: splits, SAMPLE_LIMIT=2**20)
+    set_names(monkeypatch, name, **never_short(name), SAMPLE_LIMIT=2**20)
     if mode == "running":
         set_names(monkeypatch, name, SHORT=dict.fromkeys(names_in(name)["SHORT"], ALWAYS))
     check(stage, q, k, v, causal)
-    if mode == "running":
-        assert kernel.launched == [("running", splits)]
-    else:
-        assert kernel.launched == [("guess", splits), ("again", splits)]
-        assert kernel.failed == [0] * (splits - 1) + [int(mode == "again")]
+    assert kernel.launched == (["running"] if mode == "running" else ["guess", "again"])
+    assert mode == "running" or kernel.failed == int(mode == "again")
 
 
-# (batch, heads, queries, keys, head_dim, mask, mode, splits on a GPU with 132 SMs)
+# (batch, heads, queries, keys, head_dim, mask, mode on a GPU with 132 SMs)
 CHOSEN = [
-    (4, 16, 520, 500, 64, False, "running", 1),
-    (2, 16, 520, 1000, 128, False, "running", 1),
-    (1, 8, 300, 2000, 64, False, "running", 4),
-    (1, 8, 300, 4000, 128, "bottom-right", "running", 5),
-    (2, 16, 520, 2000, 64, False, "guess", 1),
-    (1, 16, 1000, 2000, 128, "bottom-right", "guess", 1),
-    (1, 8, 1000, 4000, 64, "bottom-right", "guess", 4),
-    (1, 8, 1000, 4000, 128, "bottom-right", "guess", 2),
-    (1, 1, 520, 64000, 128, False, "guess", 25),
+    (4, 16, 520, 500, 64, False, "running"),
+    (2, 16, 520, 1000, 128, False, "running"),
+    (1, 8, 300, 2000, 128, "bottom-right", "running"),
+    (2, 16, 520, 2000, 64, False, "guess"),
+    (1, 16, 1000, 2400, 128, "bottom-right", "guess"),
+    (1, 1, 520, 4000, 128, False, "guess"),
 ]
 
 
-@pytest.mark.parametrize(("batch", "heads", "seq_q", "seq_k", "head_dim", "causal", "mode", "splits"), CHOSEN)
-def test_the_host_chooses_each_mode(batch, heads, seq_q, seq_k, head_dim, causal, mode, splits):
-    offset = diagonal(causal, seq_q, seq_k)
-    cut = names_in(NEWEST)["plan"](batch, heads, heads, seq_q, seq_k, offset, bool(causal), head_dim, head_dim, 132)
-    assert (cut.short, cut.splits) == (mode == "running", splits)
+def is_short(batch, heads, seq_q, seq_k, head_dim, causal):
+    """Return whether the host lets 132 CTAs keep a running maximum."""
+    names, offset = names_in(NEWEST), diagonal(causal, seq_q, seq_k)
+    shape = names["TILES"][head_dim]
+    tiles = -(-(seq_q + offset % 64) // shape.queries) * batch * heads
+    return names["is_short"](tiles, seq_q, seq_k, offset, bool(causal), shape, head_dim, 132)
+
+
+@pytest.mark.parametrize(("batch", "heads", "seq_q", "seq_k", "head_dim", "causal", "mode"), CHOSEN)
+def test_the_host_chooses_each_mode(batch, heads, seq_q, seq_k, head_dim, causal, mode):
+    assert is_short(batch, heads, seq_q, seq_k, head_dim, causal) == (mode == "running")
+
+
+@pytest.mark.parametrize(("gpu", "workloads"), [("h100", 72), ("h200", 71)])
+def test_the_host_chooses_what_was_fast(gpu, workloads):
+    """The host's choice, a running maximum or a guess, takes at most 2 % longer than the faster one."""
+    cases = json.loads((ROOT / "results" / f"constants-{gpu}.json").read_text())["cases"]
+    cases = [case for case in cases if case["decision"] == "running"]
+    assert len(cases) == workloads
+    for case in cases:
+        w = Workload.of(case)
+        short = is_short(w.batch, w.heads, w.seq_len, w.kv_len, w.head_dim, w.causal)
+        assert case["us"][str(int(short))] <= 1.02 * min(case["us"].values()), w.label
+
+
+@pytest.mark.parametrize("queries", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "diagonal"),
+    [
+        (1024, 1024, 0), (2048, 4096, 2048), (9216, 2048, 0), (256, 3072, 2816), (256, 3072, 0), (8192, 4096, -4096),
+        (2048, 512, -1536),
+    ],
+)  # fmt: skip
+def test_mean_number_of_keys(seq_q, seq_k, diagonal, queries):
+    ends = [min(start + queries, seq_q) + diagonal for start in range(0, seq_q, queries)]
+    mean = sum(min(max(end, 0), seq_k) for end in ends) / len(ends)
+    keys = min(seq_k, seq_q + diagonal)
+    assert names_in(NEWEST)["mean_keys"](seq_q, keys, diagonal, queries) == pytest.approx(mean)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter takes minutes")
-@pytest.mark.parametrize(("batch", "heads", "seq_q", "seq_k", "head_dim", "causal", "mode", "splits"), CHOSEN)
-def test_modes_that_the_host_chooses(batch, heads, seq_q, seq_k, head_dim, causal, mode, splits, recorded):
+@pytest.mark.parametrize(("batch", "heads", "seq_q", "seq_k", "head_dim", "causal", "mode"), CHOSEN)
+def test_modes_that_the_host_chooses(batch, heads, seq_q, seq_k, head_dim, causal, mode, recorded):
     """Most heads have a sink at key 0. In the last head, a later key makes guesses fail."""
     if num_sms() != 132:
         pytest.skip("the host chooses so for 132 SMs")
@@ -140,4 +164,4 @@ def test_modes_that_the_host_chooses(batch, heads, seq_q, seq_k, head_dim, causa
     k[:, :-1, 0, 0] = 30 * head_dim**0.5
     k[:, -1:, 100, 0] = 10 * head_dim**0.5
     check(stage, q, k, v, causal)
-    assert kernel.launched == [(each, splits) for each in (["running"] if mode == "running" else ["guess", "again"])]
+    assert kernel.launched == (["running"] if mode == "running" else ["guess", "again"])

@@ -9,31 +9,31 @@ from common import recording
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import Device, interpreted_as
 
-UNMASKED = once([name for name in stages.names() if "UNMASKED" in names_in(name)], "forward")
+UNMASKED = once([name for name in stages.names() if "shape_of" in names_in(name)], "forward")
 ROWS = 192  # query rows of a tile
 
 
-@pytest.fixture(params=[(name, 1) for name in UNMASKED], ids=str)
+@pytest.fixture(params=UNMASKED)
 def forward(request, monkeypatch):
-    """A stage's forward that takes the tiles of UNMASKED and this number of splits whenever there is no mask, and always
-    guesses the maximum. It asserts that it took these tiles.
+    """A stage's forward that takes the tiles of UNMASKED whenever there is no mask, and always guesses the maximum. It asserts
+    that it took these tiles.
     """
-    name, splits = request.param
+    name = request.param
     available(name)
-    plan, plans = names_in(name)["plan"], []
+    shape_of, shapes = names_in(name)["shape_of"], []
 
     def watched(*args):
-        plans.append(plan(*args))
-        return plans[-1]
+        shapes.append(shape_of(*args))
+        return shapes[-1]
 
-    set_names(monkeypatch, name, **never_short(name), MORE_ROWS=2, splits_of=lambda *_: splits, plan=watched)
+    set_names(monkeypatch, name, **never_short(name), MORE_ROWS=2, shape_of=watched)
     monkeypatch.setattr(recording, "is_watched", lambda: True)
 
     def checked(q, k, v):
         options = {"causal": False, "scale": q.shape[-1] ** -0.5, "diagonal": 0}
-        with interpreted_as(Device(num_sms=100)):  # with fewer SMs than tiles, the host splits no keys
+        with interpreted_as(Device(num_sms=100)):
             out, lse = stages.load(name).forward(q, k, v, **options)
-        assert [(cut.shape.queries, cut.splits) for cut in plans] == [(ROWS, splits)]
+        assert [shape.queries for shape in shapes] == [ROWS]
         assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
 
     return checked
@@ -43,7 +43,6 @@ def forward(request, monkeypatch):
     (193, 300, 1, torch.float16), pytest.param(385, 129, 3, torch.bfloat16, marks=pytest.mark.long),
     pytest.param(385, 1, 1, torch.float16, marks=pytest.mark.long),
 ])  # fmt: skip
-@pytest.mark.parametrize("forward", [(name, splits) for name in UNMASKED for splits in (1, 2)], indirect=True, ids=str)
 def test_results_are_right(seq_q, seq_k, kv_heads, dtype, forward):
     q, k, v, _ = make_inputs(seq_q, seq_k, 128, dtype, batch=1, heads=3, kv_heads=kv_heads)
     forward(q, k, v)
@@ -53,8 +52,7 @@ def test_results_are_right(seq_q, seq_k, kv_heads, dtype, forward):
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 64), (64, 128), (128, 256)])
 def test_values_of_another_width_keep_two_consumers(head_dim, value_dim, name):
     """O could not take Q's buffers, and shared memory has no room for more."""
-    cut = names_in(name)["plan"](4, 16, 16, 4096, 4096, 0, head_dim, value_dim, 132, False)
-    assert cut.shape.queries == 128
+    assert names_in(name)["shape_of"](64, 4096, False, head_dim, value_dim, 132).queries == 128
 
 
 @pytest.mark.parametrize("row", [0, 70, 191])  # a row of each consumer

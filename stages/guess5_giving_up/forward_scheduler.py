@@ -1,0 +1,130 @@
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from common.kernels.hopper import ROWS
+from common.kernels.order import tile_and_head
+
+LATELY = gl.constexpr(128)  # number of tiles to look at; if over a quarter of them failed, most other tiles probably fail, too
+LOOKED_AT = gl.constexpr(512)  # number of flags that a warp loads at once
+
+
+class State(NamedTuple):
+    """Pointers into the int32 tensor that all CTAs share: to a counter, and to flags."""
+
+    counter: gl.tensor  # tiles taken so far, except each CTA's first tile
+    any_failed: gl.tensor  # 1 if the second launch has work
+    tile_failed: gl.tensor  # a flag for each tile
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    batch_heads: gl.tensor  # B * H
+    heads: gl.tensor
+    heads_per_kv: gl.tensor
+    tiles_m: gl.tensor  # number of query tiles of a head
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: gl.tensor  # batch * H + head
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    start_m: gl.tensor  # the tile's first query row
+    key_tiles: gl.tensor
+
+
+class NextTiles(NamedTuple):
+    """Tile numbers that the producer passes on to the consumers."""
+
+    number: gl.shared_memory_descriptor  # [Q_STAGES + 1, 1]; the last slot has a CTA's first tile, if the producer must find it
+    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
+
+
+@gluon.jit
+def _tile(number, problem, ROW_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return the work tile whose number is `number`."""
+    tile, batch_head = tile_and_head(
+        problem.tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
+        program=number, programs=problem.batch_heads * problem.tiles_m,
+    )  # fmt: skip
+    start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - problem.diagonal % ROWS
+    seq_k = gl.minimum(start_m + BLOCK_M + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
+    keys = gl.cdiv(seq_k, BLOCK_N)
+    head = batch_head % problem.heads
+    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys)
+
+
+@gluon.jit
+def _state(state_ptr):
+    """Return the pointers of `State`."""
+    return State(state_ptr, state_ptr + 1, state_ptr + 2)
+
+
+@gluon.jit
+def _add(a, b):
+    """Return a + b; for `gl.associative_scan`."""
+    return a + b
+
+
+@gluon.jit
+def _next_failed(number, skip, tiles, state):
+    """Search the tiles from `number` to `tiles` - 1. Skip `skip` failed tiles and return the number of the next failed tile, or
+    a number of at least `tiles` if no tile is left."""
+    offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
+    while (skip >= 0) & (number < tiles):
+        failed = gl.load(state.tile_failed + number + offs, mask=number + offs < tiles, other=0)
+        number += gl.sum((gl.associative_scan(failed, 0, _add) <= skip).to(gl.int32), 0)
+        skip -= gl.sum(failed, 0)
+    return number
+
+
+@gluon.jit
+def _started(tiles, state):
+    """Return a bound: the first launch started no tile with this number or a higher one. It may be too high, because this
+    launch raises the same counter."""
+    return gl.minimum(gl.num_programs(0) + gl.load(state.counter), tiles)
+
+
+@gluon.jit
+def _next_again(failed, skip, started, state):
+    """Return `_next_failed`'s result, and the tile to take: that failed tile or, if none is left, a tile that never started."""
+    failed = _next_failed(failed, skip, started, state)
+    number = failed
+    if failed >= started:
+        number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
+    return failed, number
+
+
+@gluon.jit
+def _often_failed(number, state):
+    """Return whether more than a quarter of LATELY earlier tiles failed. The latest LATELY tiles do not count, because they may
+    still run."""
+    before = number + 1 - 2 * LATELY + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
+    failed = gl.load(state.tile_failed + before, mask=before >= 0, other=0, volatile=True)
+    return gl.sum(failed, 0) * 4 > LATELY
+
+
+@gluon.jit
+def _pass_on(number, next_tiles, slot):
+    """Tell the consumers the next tile's number. A number past the last tile tells them to end."""
+    next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(next_tiles.full.index(slot), count=1)
+
+
+@gluon.jit
+def _next(next_tiles, slot, phase):
+    """Return the number that the producer has passed on."""
+    mbarrier.wait(next_tiles.full.index(slot), phase)
+    return gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)

@@ -102,7 +102,7 @@ def _wide_add_dq(tensors, ds_s, dq_s, k, row):
 
 
 @gluon.jit
-def _compute_p(s_t, tile, ring, p_ring, step, scale_log2, seen_from):
+def _compute_p_t(s_t, tile, ring, p_ring, step, scale_log2, seen_from):
     """Return a step's P, transposed and rounded, from its scores. Also store P for the other consumer."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
@@ -137,7 +137,7 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
         q = matrix(ring.q.index(slot))
         s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-        p_t = _compute_p(s_t, tile, ring, p_ring, step, problem.scale * LOG2_E, seen_from)
+        p_t = _compute_p_t(s_t, tile, ring, p_ring, step, problem.scale * LOG2_E, seen_from)
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), matrix(ring.do.index(slot)), dv, is_async=True)
         dv = warpgroup_mma_wait(0, [dv])
         signal(ring.empty, step)
@@ -151,7 +151,7 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
 
 
 @gluon.jit
-def _compute_ds(dp_t, ring, p_ring, step):
+def _compute_ds_t(dp_t, ring, p_ring, step):
     """Return a step's dS, transposed and rounded, from its dP and P. Wait until P is ready."""
     slot = wait_full(p_ring.full, step)
     p_t = p_ring.p.index(slot).load(dp_t.type.layout)
@@ -176,7 +176,7 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, dq_s, problem):
         do = matrix(ring.do.index(slot))
         dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-        ds_t = _compute_ds(dp_t, ring, p_ring, step)
+        ds_t = _compute_ds_t(dp_t, ring, p_ring, step)
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), matrix(ring.q.index(slot)), dk, is_async=True)
         ds_s = p_ring.p.index(slot)  # dS takes P's place
         ds_s.store(ds_t)

@@ -130,10 +130,8 @@ def _matmul(a, buffers, full, step):
     """Start the matmul of a consumer's Q or dO with a step's transposed K or V, once K or V has arrived."""
     zeros = gl.zeros([ROWS, ROWS], gl.float32, wgmma_layout(ROWS, ROWS))
     slot = wait_full(full, step)
-    if (
-        buffers.shape[0] == 1
-    ):  # this is 0, but ptxas does not know; else ptxas keeps too many addresses in registers, and spills
-        slot = step // 2**24
+    if buffers.shape[0] == 1:
+        slot = step // 2**24  # 0, but ptxas does not know. Otherwise it would keep too many addresses in registers, and spill.
     return warpgroup_mma(a, matrix(buffers.index(slot)).permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 

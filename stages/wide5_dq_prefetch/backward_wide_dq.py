@@ -1,0 +1,185 @@
+"""The kernel for D = 256 whose CTAs have 128 queries each: they compute dQ."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from common.kernels.hopper import LOG2_E, ROWS, matrix, new_barriers, wait_full, wgmma_layout
+from common.kernels.order import tile_and_head
+
+from .backward_scheduler import Problem
+
+
+class QueryTensors(NamedTuple):
+    """Tensors in global memory."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: gl.tensor  # pointer; for each 64 queries: log2(e) * LSE, then delta
+    dq: tma.tensor_descriptor
+
+
+class QueryTile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    head: gl.tensor
+    batch_head: gl.tensor  # batch * H + head
+    start_m: gl.tensor  # the first row
+    steps: gl.tensor  # number of key tiles
+
+
+class Queries(NamedTuple):
+    """Buffers in shared memory: a work tile's Q and dO, then its dQ until TMA has stored it."""
+
+    q: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier: Q and dO have arrived
+
+
+class KeyRing(NamedTuple):
+    """K and V in shared memory: two ring buffers, with K_STAGES and V_STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [K_STAGES, 1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [V_STAGES, 1, 1, ROWS, VALUE_DIM]
+    k_full: gl.shared_memory_descriptor  # a barrier for each slot: K has arrived
+    v_full: gl.shared_memory_descriptor  # a barrier for each slot: V has arrived
+
+
+class RowStats(NamedTuple):
+    """What dS needs for each row of a tile."""
+
+    lse_log2: gl.tensor  # log2(e) * LSE
+    delta: gl.tensor
+    seen_to: gl.tensor  # number of keys that the row sees
+
+
+@gluon.jit
+def _work_tile(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return this CTA's work tile."""
+    tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = number * BLOCK_M
+    seq_k = problem.seq_k
+    if CAUSAL:
+        start_m = (tiles_m - 1 - number) * BLOCK_M
+        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
+    heads = problem.kv_heads * problem.heads_per_kv
+    head = batch_head % heads
+    return QueryTile(batch_head // heads, head // problem.heads_per_kv, head, batch_head, start_m, gl.cdiv(seq_k, ROWS))
+
+
+@gluon.jit
+def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return what dS needs for the BLOCK_M rows from start_m on."""
+    offs_m = start_m + gl.arange(0, BLOCK_M, layout)
+    tiles = gl.cdiv(problem.seq_q, ROWS)
+    stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + offs_m // ROWS) * (2 * ROWS) + offs_m % ROWS
+    lse_log2 = gl.load(stats_ptrs, mask=offs_m < tiles * ROWS, other=float("inf"))
+    delta = gl.load(stats_ptrs + ROWS, mask=offs_m < tiles * ROWS, other=0.0)
+    # A key past the end counts as masked, so that its p is 0. Otherwise p may be infinite, and infinity times 0 is NaN.
+    seen_to = problem.seq_k + gl.zeros([BLOCK_M], gl.int32, layout)
+    if CAUSAL:
+        seen_to = gl.minimum(seen_to, offs_m + problem.diagonal + 1)
+    return RowStats(lse_log2, delta, seen_to)
+
+
+@gluon.jit
+def _load_kv(desc, tile, buffers, full, step):
+    """Start to load a step's K or V, if the step exists. The buffer must be free. The first step has the last keys."""
+    slot = step % buffers.shape[0]
+    if step < tile.steps:
+        where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
+        mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, where, full.index(slot), buffers.index(slot))
+
+
+@gluon.jit
+def _matmul(a, buffers, full, step):
+    """Start the matmul of a work tile's Q or dO with a step's transposed K or V, once K or V has arrived."""
+    BLOCK_M: gl.constexpr = a.shape[0]
+    zeros = gl.zeros([BLOCK_M, ROWS], gl.float32, wgmma_layout(BLOCK_M, ROWS))
+    slot = wait_full(full, step)
+    return warpgroup_mma(a, matrix(buffers.index(slot)).permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _compute_ds(s, dp, stats, scale_log2, start_n):
+    """Return a step's dS from its scores and dP. Wait until dP is ready."""
+    offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+    s = gl.where(offs_n[None, :] < stats.seen_to[:, None], s * scale_log2 - stats.lse_log2[:, None], float("-inf"))
+    p = gl.exp2(s)
+    dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
+    return p * (dp - stats.delta[:, None])
+
+
+@gluon.jit
+def _compute_dq(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
+    """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first. Also load all tiles."""
+    BLOCK_M: gl.constexpr = queries.q.shape[2]
+    HEAD_DIM: gl.constexpr = queries.q.shape[3]
+    K_STAGES: gl.constexpr = ring.k.shape[0]
+    V_STAGES: gl.constexpr = ring.v.shape[0]
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M, ROWS)
+    dq_layout: gl.constexpr = wgmma_layout(BLOCK_M, HEAD_DIM)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
+    where = [tile.batch, tile.head, tile.start_m, 0]
+    mbarrier.expect(queries.full.index(0), tensors.q.block_type.nbytes + tensors.do.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(0), queries.q)
+    tma.async_copy_global_to_shared(tensors.do, where, queries.full.index(0), queries.do)
+    for step in range(K_STAGES):
+        _load_kv(tensors.k, tile, ring.k, ring.k_full, step)
+    for step in range(V_STAGES):
+        _load_kv(tensors.v, tile, ring.v, ring.v_full, step)
+    stats = _row_stats(tensors, tile, problem, tile.start_m, BLOCK_M, gl.SliceLayout(1, s_layout), CAUSAL)
+    dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, dq_layout)
+    mbarrier.wait(queries.full.index(0), 0)
+    for step in range(tile.steps):
+        # NOTE: both warpgroups load, wait and compute together; in wide6 a producer loads, and warpgroups have their own pace.
+        s = _matmul(matrix(queries.q), ring.k, ring.k_full, step)
+        dp = _matmul(matrix(queries.do), ring.v, ring.v_full, step)
+        s = warpgroup_mma_wait(1, [s])  # [queries, keys]
+        ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
+        _load_kv(tensors.v, tile, ring.v, ring.v_full, step + V_STAGES)
+        k = matrix(ring.k.index(step % K_STAGES))
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])
+        _load_kv(tensors.k, tile, ring.k, ring.k_full, step + K_STAGES)
+
+    matrix(queries.q).store((dq * problem.scale).to(queries.q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.dq, where, queries.q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+def _wide_dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, scale,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, do_desc.block_shape, do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    full = new_barriers(1, 1)
+    k_full = new_barriers(K_STAGES, 1)
+    v_full = new_barriers(V_STAGES, 1)
+
+    tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
+    tile = _work_tile(problem, q_desc.block_shape[2], 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
+    queries = Queries(q_s, do_s, full)
+    ring = KeyRing(k_s, v_s, k_full, v_full)
+    _compute_dq(tensors, tile, queries, ring, problem, CAUSAL)

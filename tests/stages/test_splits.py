@@ -202,7 +202,7 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
         assert turns <= 1.2 * tiles * 400 / 132 + 4, "the programs are busy nearly all of the time"
 
 
-@pytest.mark.parametrize("name", once_by_file([name for name in SPLITTING if "mean_keys" in names_in(name)], "forward_plan.py"))
+@pytest.mark.parametrize("name", once_by_file([name for name in stages.names() if "mean_keys" in names_in(name)], "forward_plan.py"))
 @pytest.mark.parametrize("queries", [64, 128, 256])
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "diagonal"),

@@ -281,10 +281,10 @@ def _dq_consumer(tensors, kv, ds_ring, problem, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
@@ -304,7 +304,7 @@ def _backward_kernel(
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
-    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, gl.num_programs(0), scale)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles, scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
@@ -335,17 +335,18 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
-    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
+    _backward_kernel[tiles,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(),
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](

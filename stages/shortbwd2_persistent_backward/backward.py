@@ -83,8 +83,7 @@ class DsRing(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, step):
-    """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers. The CTA has computed
-    `fill` steps before this tile."""
+    """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, phase = slot_and_phase(fill + step, STAGES)
     head, number, row = _query_tile(step, tile)
@@ -211,8 +210,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    fill = 0
-    turn = 0
+    fill = 0  # number of steps of this CTA's earlier tiles
+    turn = 0  # number of this CTA's earlier tiles
     number = gl.program_id(0)
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)

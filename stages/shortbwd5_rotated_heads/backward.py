@@ -1,0 +1,415 @@
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from common.kernels.descriptors import describe
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_rows,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+    widened,
+)
+from common.layout import empty_rows
+from common.runtime import num_sms
+from stages.v6_tile_order.backward import backward as backward_of_v6
+
+from .backward_prepare import _finish_kernel, _prepare_kernel
+from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, _query_tile, _tile
+from .backward_writer import DqParts, _dq_writer
+
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
+    sums: tma.tensor_descriptor  # dQ's accumulator
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile; None if CTAs are not persistent
+
+
+class Place(NamedTuple):
+    """The place of a work tile's K, V, dK and dV in global memory."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    start_n: gl.tensor  # the first key
+
+
+class KeysValues(NamedTuple):
+    """Buffers in shared memory: K and V, then dK and dV until TMA has stored them. They have KV_STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    dk_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dK is where K was
+    dv_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dV is where V was
+
+
+class Ring(NamedTuple):
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots."""
+
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
+    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read Q, dO and the statistics
+
+
+class DsRing(NamedTuple):
+    """dS in shared memory, for the matmul of dQ: a ring buffer with STAGES slots."""
+
+    ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: dS has been read
+
+
+@gluon.jit
+def _load(tensors, tile, ring, fill, step):
+    """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
+    STAGES: gl.constexpr = ring.q.shape[0]
+    slot, phase = slot_and_phase(fill + step, STAGES)
+    head, number, row = _query_tile(step, tile)
+    where = [tile.batch, head, number * ring.q.shape[3], 0]
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+    tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+    mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
+
+
+@gluon.jit
+def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
+    """Compute a step's contribution to dQ, and pass it on to the dQ writer."""
+    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    PARTS: gl.constexpr = dq_parts.dq.shape[0]
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        dq = zeros
+        for w in gl.static_range(CONSUMERS):
+            ds_t = ds_ring.ds.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
+            k = kv.k.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
+            k = k.slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+            dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
+        if part == PARTS - 1:
+            mbarrier.arrive(ds_ring.empty.index(slot), count=1)
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
+        # bank conflicts.
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        mbarrier.wait(dq_parts.empty.index(part), dq_phase ^ 1)
+        dq_parts.dq.index(part).store(dq.reshape([dq_parts.dq.shape[1], dq_parts.dq.shape[2]]))
+        fence_async_shared()
+        mbarrier.arrive(dq_parts.full.index(part), count=1)
+
+
+@gluon.jit
+def _accumulate(
+    dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, lo, hi,
+    w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
+    transposed, so that they enter the matmuls for dV and dK from registers. The CTA has computed `fill` steps before this tile.
+    """
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = ring.q.shape[4]
+    VALUE_DIM: gl.constexpr = ring.do.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    dtype: gl.constexpr = ring.q.dtype
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    if MASKED:
+        # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
+        offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
+    for step in range(lo, hi):
+        slot, phase = slot_and_phase(fill + step, STAGES)
+        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        mbarrier.wait(ring.q_full.index(slot), phase)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+        lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+        p_t = s_t * scale_log2 - lse_log2
+        if MASKED:
+            _, number, _ = _query_tile(step, tile)
+            offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+            p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
+        # No matmul is in flight here: this wait only makes the compiler compute p before the next matmuls.
+        p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
+        mbarrier.wait(ring.do_full.index(slot), phase)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
+        dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
+        delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
+        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
+        fence_async_shared()
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        mbarrier.arrive(ds_ring.full.index(slot), count=1)
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _load_kv(tensors, tile, kv, turn):
+    """Start to load K and V of this CTA's tile number `turn`."""
+    slot, _ = slot_and_phase(turn, kv.full.shape[0])
+    mbarrier.expect(kv.full.index(slot), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
+    for w in gl.static_range(CONSUMERS):
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(slot), kv.k.index(slot * CONSUMERS + w))
+        tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(slot), kv.v.index(slot * CONSUMERS + w))
+
+
+@gluon.jit
+def _store_dkv(tensors, place, kv, turn):
+    """Store dK and dV of this CTA's tile number `turn` when they are ready, and wait until their buffers are free."""
+    slot, phase = slot_and_phase(turn, kv.full.shape[0])
+    slot = slot * CONSUMERS
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(kv.dv_full.index(slot + w), phase)
+        where = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(slot + w))
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(kv.dk_full.index(slot + w), phase)
+        where = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dk, where, kv.k.index(slot + w))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
+    and V, and Q and dO of its first steps, load before the previous tile has ended.
+
+    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share.
+    """
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    fill = 0  # number of steps of this CTA's earlier tiles
+    turn = 0  # number of this CTA's earlier tiles
+    number = gl.program_id(0)
+    previous = Place(0, 0, 0)
+    while number < problem.tiles:
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+        _load_kv(tensors, tile, kv, turn)
+        early = gl.minimum(tile.steps, STAGES)
+        for step in range(early):
+            _load(tensors, tile, ring, fill, step)
+        if turn > 0:
+            _store_dkv(tensors, previous, kv, turn - 1)
+        number = problem.tiles
+        if PERSISTENT:
+            number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
+            _pass_on(number, next_tiles, turn)
+        for step in range(early, tile.steps):
+            _load(tensors, tile, ring, fill, step)
+        previous = Place(tile.batch, tile.kv_head, tile.start_n)
+        fill += tile.steps
+        turn += 1
+    _store_dkv(tensors, previous, kv, turn - 1)
+
+
+@gluon.jit
+def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """Compute dK and dV of the w-th 64 keys of this CTA's tile number `turn`. They stay in registers until the last step."""
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    kv_slot, kv_phase = slot_and_phase(turn, kv.full.shape[0])
+    k = kv.k.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
+    v = kv.v.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
+    scale_log2 = problem.scale * LOG2_E
+    mbarrier.wait(kv.full.index(kv_slot), kv_phase)
+    # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
+    unseen = tile.unseen * w
+    for step in range(unseen):
+        slot, phase = slot_and_phase(fill + step, STAGES)
+        # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
+        mbarrier.wait(ring.q_full.index(slot), phase)
+        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
+        fence_async_shared()
+        mbarrier.arrive(ds_ring.full.index(slot), count=1)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
+
+    # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until the
+    # last dQ is computed.
+    v.store(dv.to(kv.v.dtype))
+    fence_async_shared()
+    mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
+    slot, phase = slot_and_phase(fill + tile.steps - 1, STAGES)
+    mbarrier.wait(ds_ring.empty.index(slot), phase)
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    fence_async_shared()
+    mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
+
+
+@gluon.jit
+def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile."""
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    fill = 0
+    turn = 0
+    number = gl.program_id(0)
+    while number < problem.tiles:
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+        _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w, CAUSAL)
+        fill += tile.steps
+        number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
+        turn += 1
+
+
+@gluon.jit
+def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on a warpgroup: compute dQ from the consumers' dS."""
+    STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
+    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    fill = 0
+    turn = 0
+    number = gl.program_id(0)
+    while number < problem.tiles:
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+        kv_slot, _ = slot_and_phase(turn, kv.full.shape[0])
+        for step in range(tile.steps):
+            slot, phase = slot_and_phase(fill + step, STAGES)
+            _, dq_phase = slot_and_phase(fill + step, 1)
+            mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
+            _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot)
+        fill += tile.steps
+        number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
+def _backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr, scale,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
+    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
+    PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
+    dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
+    tile_s = gl.allocate_shared_memory(gl.int32, [3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer stores dK and dV, and so knows when buffers are free
+    dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
+    dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
+    q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
+    do_full = new_barriers(STAGES, 1)
+    ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
+    dq_full, dq_empty = new_ring(PARTS, 1, 1)
+    tile_full = new_barriers(3, 1)  # no empty barriers: all warps have read a tile's number when the next tile's dK is ready
+
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles, scale)
+    ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
+    ds_ring = DsRing(ds_s, ds_full, ds_empty)
+    dq_parts = DqParts(dq_s, dq_full, dq_empty)
+    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
+    next_tiles = NextTiles(tile_s, tile_full)
+    gl.warp_specialize(
+        [
+            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
+            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
+            (_dq_consumer, (kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
+            (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
+            (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
+        ],
+        [4, 4, 1, 1],
+        [208, 64, 24, 24],
+    )
+
+
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
+
+    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
+    It also falls back for D or Dv = 256.
+    """
+    require_hopper(__package__)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
+        return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
+    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
+    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
+    persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
+    programs = min(tiles, num_sms()) if persistent else tiles
+    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None
+    stats = lse.new_empty(tiles_m * 2, block_m)
+    sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    _prepare_kernel[tiles_m,](
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
+        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+    )  # fmt: skip
+    _backward_kernel[programs,](
+        describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
+        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
+        describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
+        num_warps=4, maxnreg=128,
+    )  # fmt: skip
+    _finish_kernel[tiles_m,](
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -79,7 +79,7 @@ def _inserted(pieces: dict[Key, str], key: Key, piece: str, old: dict[Key, str],
     return None if (file, "") in old else pieces | {(file, ""): without_notes(new[file, ""]), key: piece}
 
 
-def _kept(pieces: dict[Key, str], file: str) -> set[str]:
+def _defined(pieces: dict[Key, str], file: str) -> set[str]:
     """Return the names of the definitions of a file's pass, without the entry, `forward` or `backward`, that each stage has."""
     pass_ = re.match("forward|backward", file)[0]
     return {name for other, name in pieces if other.startswith(pass_)} - {"", pass_}
@@ -111,7 +111,7 @@ def carried(old: Texts, new: Texts, child: Texts, labels: tuple[str, str]) -> tu
     result, news = dict(mine), []
     for key, to in edits(old, new):
         file, name = key or to
-        if not _kept(before, file) & _kept(mine, file):
+        if (theirs := _defined(before, file)) and not theirs & _defined(mine, file):
             news += [] if (own := f"keeps its own {file}") in news else [own]
         elif not (at := place((file, name), mine, before)):
             larger = None if key else _inserted(result, to, without_notes(after[to]), before, after)

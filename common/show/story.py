@@ -329,7 +329,7 @@ def _rows(track: str) -> Iterator[str]:
     """Yield a heading, a line for each stage of the trunk or of a track, and a line that names the dead ends."""
     heading = "  ".join(f"{PASS_NAMES[pass_]:<{7 + BAR}}" for pass_ in results.CODE)
     about = tracks.read(stages.track(stages.line(track)[0]))
-    title = "The trunk" if track == stages.TRUNK else f"{track}: {about.title}, {about.words}" if about else track
+    title = "The trunk" if track == stages.TRUNK else f"{track}: {about.title}" if about else track
     yield f"{title:<{WIDTH - len(heading) - 1}} {heading}".rstrip()
     line = stages.line(track)
     longest = max(len(stages.version(name)) for name in line)
@@ -355,8 +355,9 @@ def print_story(track: str | None = None):
     if found := [] if track else stages.tracks():
         shown.append("Tracks: from the stage where a track starts to its end, on the track's own workloads")
         shown += [*(_track_row(each, max(map(len, found))) for each in found), ""]
-    where = "on the track's workloads" if track else f"at D = {HEAD_DIM}"
-    words = f"×: speed over the stage before, {where}. Bar: share of the fastest library's speed."
+    about = tracks.read(track)
+    where = f"Workloads: {about.words}." if about else "" if track else f"D = {HEAD_DIM}."
+    words = f"×: speed over the stage before. Bar: share of the fastest library's speed. {where}"
     print(*shown, *(_wrapped(part) for part in (words, *legend("\n".join(shown)))), sep="\n")
     print(f"next: {after(stages.line(track or stages.TRUNK)[0])}")
 

@@ -53,7 +53,7 @@ EVERY, SPREAD = 6, 60
 def changed_stages():
     """Return up to three stages with changes since the branch left main, or since the commit before if this is main.
 
-    Without such a stage, or without git, return the last stages of the tracks. `make test STAGE=…` has its own stage.
+    Without such a stage, or without git, return the last stage of a track. `make test STAGE=…` has its own stage.
     """
     if name := asked():
         return [name]

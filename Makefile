@@ -64,16 +64,20 @@ piped = ; status=$$?; [ $$status -eq 141 ] || exit $$status
 define run_tests
 	@spread=; if $(PYTHON) -c 'import xdist' 2>/dev/null; then spread="--numprocesses=auto --dist=worksteal"; fi; \
 	if ! $(PYTHON) -c 'from common.runtime import DEVICE; exit(DEVICE != "cuda")'; then \
-		exec $(PYTHON) -m pytest -m "$(1)" $$spread $(ARGS); fi; \
-	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )not alone" $$spread $(ARGS); others=$$?; \
-	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )alone" $(ARGS); alone=$$?; \
+		exec $(PYTHON) -m pytest -m "$(1)" $$spread $(of_stage) $(ARGS); fi; \
+	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )not alone" $$spread $(of_stage) $(ARGS); others=$$?; \
+	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )alone" $(of_stage) $(ARGS); alone=$$?; \
 	case $$others,$$alone in 0,0 | 0,5 | 5,0) ;; *) exit 1 ;; esac
 endef
 
-test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
+# The tests of STAGE=…: its name is in their ids. A version gets the underscore after it, so that v1 is not v10.
+of_stage = $(if $(STAGE),tests/stages tests/interpreter/test_deletions.py -k $(STAGE)$(if $(findstring _,$(STAGE)),,_))
+test test-long: export TESTED = $(STAGE)
+
+test: $(SETUP)  ## run the tests, or those of a stage, STAGE=v3; ARGS="…" goes to pytest
 	$(call run_tests,not long)
 
-test-long: $(SETUP)  ## run all tests, including the slow tests
+test-long: $(SETUP)  ## run all tests, including the slow tests; STAGE=v3: those of a stage
 	$(call run_tests,)
 
 sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="…" goes to common.measure.sanitize (ARGS=--help)
@@ -103,7 +107,7 @@ energy: needs-FILE $(SETUP)  ## measure the joules of a call on an NVIDIA GPU, i
 traffic: $(SETUP)  ## count the bytes and FLOPs of each stage, without a GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
 	@$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)$(piped)
 
-compare: $(SETUP)  ## show the last two saved runs side by side, or A=… and B=…: ids or names of saved runs, or files; STAGE=v49 alone
+compare: $(SETUP)  ## show the last two saved runs side by side, or A=… and B=…: ids or names of saved runs, or files; STAGE=v3 alone
 	@$(PYTHON) -m common.show.compare $(addprefix --stage=,$(STAGE)) $(if $(A),"$(A)") $(if $(B),"$(B)")$(piped)
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
@@ -124,23 +128,23 @@ site: PACKAGES += jinja2 pygments markdown_it mdit_py_plugins latex2mathml vl_co
 site: $(SETUP)  ## build the site into site/, with a page for each step; open site/index.html
 	@$(PYTHON) -m common.site.pages $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-story: $(SETUP)  ## show each stage's idea, changed lines, saved bytes and gained speed, from stage to stage
-	@$(PYTHON) -m common.show.story$(piped)
+story: $(SETUP)  ## show the trunk and the tracks on one screen; STAGE=v3: a step in full; TRACK=decode: the steps of a track
+	@$(PYTHON) -m common.show.story $(addprefix --stage=,$(STAGE)) $(addprefix --track=,$(TRACK))$(piped)
 
 diff: EXAMPLE = make diff A=v3 B=v4
-diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes, and its gain: make diff A=v3 B=v4; PROSE=yes adds READMEs; EXACT=yes adds NOTEs and white space
-	@$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))$(if $(EXACT), --exact=$(EXACT))$(piped)
+diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes: make diff A=v3 B=v4; GAIN=yes adds its gain, PROSE=yes READMEs, EXACT=yes NOTEs and white space
+	@$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE)) $(addprefix --exact=,$(EXACT)) $(addprefix --gain=,$(GAIN))$(piped)
 
-stage: EXAMPLE = make stage FROM=v29 NAME=v29x_yours
-stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v29 NAME=v29x_yours
+stage: EXAMPLE = make stage FROM=v3 NAME=v3x_yours
+stage: needs-FROM needs-NAME $(SETUP)  ## make an experiment with the kernels of a stage: make stage FROM=v3 NAME=v3x_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
-export: EXAMPLE = make export STAGE=v53 TO=my_attention
-export: needs-STAGE needs-TO $(SETUP)  ## write a stage as a package of its own: make export STAGE=v53 TO=my_attention; INTERPRETER=yes to run it without a GPU
+export: EXAMPLE = make export STAGE=newest TO=my_attention
+export: needs-STAGE needs-TO $(SETUP)  ## write a stage as a package of its own: make export STAGE=newest TO=my_attention; INTERPRETER=yes to run it without a GPU
 	@$(PYTHON) -m common.show.export "$(STAGE)" "$(TO)" $(if $(filter yes,$(INTERPRETER)),--interpreter)
 
-carry: EXAMPLE = make carry FROM=v11
-carry: $(if $(filter yes,$(CONTINUE) $(ABORT)),,needs-FROM) $(SETUP)  ## carry your edit of a stage to all that descend from it: make carry FROM=v11; SINCE=HEAD~1 if committed; CONTINUE=yes or ABORT=yes after a conflict
+carry: EXAMPLE = make carry FROM=v3
+carry: $(if $(filter yes,$(CONTINUE) $(ABORT)),,needs-FROM) $(SETUP)  ## carry your edit of a stage to all that descend from it: make carry FROM=v3; SINCE=HEAD~1 if committed; CONTINUE=yes or ABORT=yes after a conflict
 	@$(PYTHON) -m common.show.carry $(if $(FROM),"$(FROM)") $(addprefix --since=,$(SINCE)) $(if $(filter yes,$(CONTINUE)),--continue) $(if $(filter yes,$(ABORT)),--abort)
 
 drift: $(SETUP)  ## find functions that differ from the parent's in comments alone, or that return to an older ancestor's

@@ -64,8 +64,8 @@ def line(track: str = TRUNK) -> list[str]:
 
 
 def tracks() -> list[str]:
-    """Return the names of all tracks in order: ['decode', …]."""
-    return list(dict.fromkeys(filter(None, map(track, names()))))
+    """Return the names of all tracks in order: ['decode', …]. Experiments make no track."""
+    return list(dict.fromkeys(name for name in map(track, names()) if name and line(name)))
 
 
 def newest() -> str:
@@ -150,6 +150,12 @@ def _say_moved(found: str):
             warnings.warn(f"{version(found)} is {found}; {old} is now {new}", stacklevel=4)
 
 
+def _find(name: str) -> str | None:
+    """Return the directory name of the stage with this directory name or version; None if there is no such stage."""
+    known = names()
+    return name if name in known else next((stage for stage in known if version(stage) == name), None)
+
+
 def resolve(name: str) -> str:
     """Return the directory name of a stage; `name` is a directory name, a version ("v3", "V3" or "3"), or "newest".
 
@@ -160,16 +166,15 @@ def resolve(name: str) -> str:
     wanted = f"{TRUNK}{wanted}" if wanted[:1].isdigit() else wanted
     if wanted == "newest":
         return newest()
-    if wanted in (known := names()):
-        return wanted
-    found = [stage for stage in known if version(stage) == version(wanted)]
-    if found and version(wanted) == wanted:
-        _say_moved(found[0])
-        return found[0]
+    if found := _find(wanted):
+        if found != wanted:
+            _say_moved(found)
+        return found
     for old, new in moved().items():
         if wanted in (old, version(old)):
             raise ValueError(f"no stage is called {name!r} any more; {old} is now {new}")
-    if similar := found or difflib.get_close_matches(wanted, known, n=1):
+    known, same = names(), _find(version(wanted))
+    if similar := [same] if same else difflib.get_close_matches(wanted, known, n=1):
         raise ValueError(f"no stage is called {name!r}; did you mean {similar[0]}?")
     chains = ["{} to {}".format(*(version(line(track)[end]) for end in (0, -1))) for track in (TRUNK, *tracks())]
     dead_ends = ", ".join(version(stage) for stage in known if is_dead_end(stage))
@@ -194,20 +199,26 @@ def parent(name: str) -> str | None:
         SystemExit: `PARENT` names no stage, or is missing in a track's first stage.
     """
     if recorded := _recorded(name, "PARENT"):
-        try:
-            return resolve(recorded)
-        except ValueError:
-            module = directory(name) / "__init__.py"
-            raise SystemExit(f"{module}: PARENT = {recorded!r} names no stage") from None
+        if found := _find(recorded):
+            return found
+        raise SystemExit(f"{directory(name) / '__init__.py'}: PARENT = {recorded!r} names no stage")
     if not (place := position(name)):
         return None
     *chain, number, letter = place
-    before = [other for other in line(chain[1]) if position(other) < (*chain, number + bool(letter), "")]
+    steps = ((*chain, before, "") for before in range(number - (not letter), -1, -1))
+    at = {position(other): other for other in names()}
+    before = next((at[step] for step in steps if step in at and not is_experiment(at[step])), None)
     if not before and track(name) and directory(name).exists():
         raise SystemExit(
             f"{directory(name) / '__init__.py'}: PARENT is missing, which names the stage that the track starts from"
         )
-    return before[-1] if before else None
+    return before
+
+
+def children(name: str) -> list[str]:
+    """Return the stages whose parent is `name`: the next step of its line first, then first steps of tracks, then others."""
+    found = [other for other in names() if parent(other) == name]
+    return sorted(found, key=lambda other: (is_experiment(other), is_dead_end(other), track(other) != track(name)))
 
 
 def unavailable(name: str) -> str | None:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib
+import os
 import re
 from collections import ChainMap
 from pathlib import Path
@@ -31,15 +32,15 @@ FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one
 KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # limits of the cache: the number of problems, and the elements of q and k in each
 
 
-NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
+NEED = re.compile(r"""^from stages\.(\w+)|^PARENT = "(\w+)"|stages\.resolve\("(v\w+)"\)""")
 
 
 def needs_of_stages_that_are_gone(root: Path) -> list[str]:
     """Find lines of bench.py and of stages that need a missing stage. Return each as `file:line: text`."""
-    names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
+    names = {path.parent.name for path in root.glob("stages/*/__init__.py")}
     there = names | {name.split("_")[0] for name in names}
     found = []
-    for path in (root / "bench.py", *sorted(root.glob("stages/v*/*.py"))):
+    for path in (root / "bench.py", *sorted(root.glob("stages/*/*.py"))):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if {name for match in NEED.findall(line) for name in match if name} - there:
                 found.append(f"{path.relative_to(root)}:{number}: {line}")
@@ -50,14 +51,20 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages. On the slow interpreter these are the last stage of Triton kernels without an autotuner and
-    the newest stage, whose kernels are in Gluon. Other stages get the tests of their distinct code (`parts`).
+    On a GPU these are all stages. On the slow interpreter these are the last stage of Triton kernels without an autotuner, the
+    newest stage, whose kernels are in Gluon, and the stage of `make test STAGE=…`. Other stages get the tests of their distinct
+    code (`parts`).
     """
     if not INTERPRETED:
         return frozenset(stages.names())
-    line = [name for name in stages.names() if not stages.is_dead_end(name)]
+    line = stages.line()
     plain_triton = [name for name in line if not needs_hopper(name) and not tuners(stages.load(name))]
-    return frozenset({plain_triton[-1], line[-1]})
+    return frozenset({plain_triton[-1], line[-1], *filter(None, [asked()])})
+
+
+def asked() -> str | None:
+    """Return the stage of `make test STAGE=…`, or None."""
+    return stages.resolve(os.environ["TESTED"]) if os.environ.get("TESTED") else None
 
 
 def tested(every: bool = False) -> list[str]:

@@ -39,6 +39,10 @@ def pytest_configure(config):
     Otherwise many tests would fail for unclear reasons.
     """
     cases.LONG = "not long" not in config.option.markexpr
+    try:
+        cases.asked()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
     if lines := cases.needs_of_stages_that_are_gone(ROOT):
         raise pytest.UsageError("these lines need a stage that has no directory:\n" + "\n".join(lines))
 

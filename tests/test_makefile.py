@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-OURS = {*"A B ABORT CONTINUE SINCE FROM NAME FILE GRID PROSE PYTHON STAGE ARGS GPUS".split()}
+OURS = {*"A B ABORT CONTINUE SINCE FROM NAME FILE GRID PROSE EXACT GAIN PYTHON STAGE TRACK ARGS GPUS TESTED".split()}
 OURS |= {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"}  # what an outer `make test` has set
 CLEAN = {name: value for name, value in os.environ.items() if name not in OURS}
 
@@ -27,7 +27,7 @@ def make(directory, *arguments, **environment):
 @pytest.mark.parametrize(("arguments", "missing", "example"), [
     (["diff", "A=v4"], "B", "make diff A=v3 B=v4"), (["diff", "A=", "B=v4"], "A", "make diff A=v3 B=v4"),
     (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
-    (["carry", "CONTINUE="], "FROM", "make carry FROM=v11"),
+    (["carry", "CONTINUE="], "FROM", "make carry FROM=v3"),
 ])  # fmt: skip
 def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -62,12 +62,18 @@ def test_packages_that_an_interpreter_lacks_are_named(tmp_path):
 
 @pytest.mark.long
 def test_output_goes_into_any_encoding_and_to_readers_that_stop_early():
-    command = ["diff", "A=v4", "B=v5", f"PYTHON={sys.executable}"]
+    command = ["diff", "A=v4", "B=v5", "GAIN=yes", f"PYTHON={sys.executable}"]
     whole = make(ROOT, *command, PYTHONIOENCODING="ascii")
     assert whole.returncode == 0 and whole.stdout.isascii() and "speed: ?" in whole.stdout and not whole.stderr
     piped = ["bash", "-c", f"set -o pipefail; make --no-print-directory {' '.join(command)} | head -1"]
     first = subprocess.run(piped, cwd=ROOT, capture_output=True, text=True, check=False, env=CLEAN)
     assert first.returncode == 0 and first.stdout == whole.stdout.splitlines()[0] + "\n" and not first.stderr
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("v3", "-k v3_ "), ("v3x_mine", "-k v3x_mine "), ("", '-m "not long" ')])
+def test_the_tests_of_a_stage_are_chosen_by_its_name(asked, chosen):
+    shown = make(ROOT, "--dry-run", "test", f"STAGE={asked}", f"PYTHON={sys.executable}").stdout
+    assert chosen in shown and ("tests/stages tests/interpreter/test_deletions.py" in shown) == bool(asked)
 
 
 def test_help_lists_every_target():

@@ -1,8 +1,8 @@
 """Carry an edit of a stage to all stages that descend from it.
 
-    make carry FROM=v11                # the uncommitted edit of v11's forward*.py and backward*.py
-    make carry FROM=v11 SINCE=HEAD~1   # the edit since the commit before the last one
-    make carry CONTINUE=yes            # after you have resolved a conflict; ABORT=yes undoes the carry instead
+    make carry FROM=v3                # the uncommitted edit of v3's forward*.py and backward*.py
+    make carry FROM=v3 SINCE=HEAD~1   # the edit since the commit before the last one
+    make carry CONTINUE=yes           # after you have resolved a conflict; ABORT=yes undoes the carry instead
 
 A child gets what the carry changed in its parent. Each definition is merged alone and found by its name, so a child may have
 moved it to another file of the pass. NOTEs, READMEs and `__init__.py` stay as each stage has them.
@@ -25,15 +25,18 @@ from common.measure import files, terminal
 from common.show import story
 from common.show.merge import CONFLICT, Texts, carried, edits
 
-CODE = re.compile(r"(v[^/]+)/((?:forward|backward)\w*\.py)")  # a stage and its file, below stages/
+CODE = re.compile(r"([a-z]+\d[^/]*)/((?:forward|backward)\w*\.py)")  # a stage and its file, below stages/
 
 
-def descendants(source: str) -> dict[str, str]:
-    """Return the parent of each stage that descends from `source`, parents before their children."""
-    found = {}
-    for name in stages.names():
-        if (parent := stages.parent(name)) in (source, *found):
-            found[name] = parent
+def descendants(source: str, parents: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the parent of each stage that descends from `source`, parents before their children, one branch after the other.
+
+    Args:
+        parents: the parent of each stage; by default, that of the stages as they are now.
+    """
+    parents, found = parents or {name: stages.parent(name) for name in stages.names()}, {}
+    for child in [name for name, parent in parents.items() if parent == source]:
+        found |= {child: source} | descendants(child, parents)
     return found
 
 
@@ -73,7 +76,7 @@ def committed(revision: str) -> dict[str, Texts]:
 
 
 def conflicts(name: str, texts: Texts) -> list[str]:
-    """Return the places of a stage's conflicts, such as "stages/v13_producer/forward.py:20"."""
+    """Return the places of a stage's conflicts, such as "stages/v3_fa2_causal/forward.py:20"."""
     lines = ((file, number, line) for file, text in texts.items() for number, line in enumerate(text.splitlines(), 1))
     return [f"stages/{name}/{file}:{number}" for file, number, line in lines if line.startswith(CONFLICT)]
 
@@ -164,14 +167,14 @@ def main(argv: list[str]):
     terminal.prepare()
     parser = argparse.ArgumentParser(prog="make carry", description="Carry an edit of a stage to its descendants.")
     ways = parser.add_mutually_exclusive_group(required=True)
-    ways.add_argument("source", metavar="FROM", nargs="?", help="the edited stage, such as v11")
+    ways.add_argument("source", metavar="FROM", nargs="?", help="the edited stage, such as v3")
     ways.add_argument("--continue", dest="go_on", action="store_true", help="go on after you have resolved a conflict")
     ways.add_argument("--abort", action="store_true", help="undo the carry in progress, but not your edit")
     parser.add_argument("--since", metavar="REV", default="HEAD", help="the revision with the stage's code before the edit")
     options = parser.parse_args(argv)
     try:
         if not options.source and not _state().exists():
-            raise ValueError("no carry is in progress; begin one, such as make carry FROM=v11")
+            raise ValueError("no carry is in progress; begin one, such as make carry FROM=v3")
         state = begin(options.source, options.since) if options.source else json.loads(_state().read_text())
         if options.abort:
             return abort(state)

@@ -25,7 +25,7 @@ def drift() -> tuple[list[str], list[str]]:
 
     Returns:
         The functions that differ from the parent's in comments, docstrings or layout alone, and the functions that equal an
-        older ancestor's but not the parent's. In lines such as "v13_producer: _load in backward.py, from v12_register_order".
+        older ancestor's but not the parent's. In lines such as "v5_tuned: _dq_kernel in backward.py, from v4_…".
     """
     worded, returned, parents = [], [], {name: stages.parent(name) for name in stages.names()}
     for pass_ in results.CODE.values():

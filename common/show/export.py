@@ -1,4 +1,4 @@
-"""Write a stage as a package that needs nothing else of this repository: `make export STAGE=v53 TO=some/folder`."""
+"""Write a stage as a package that needs nothing else of this repository: `make export STAGE=newest TO=some/folder`."""
 
 import argparse
 import re
@@ -86,7 +86,7 @@ def export(name: str, folder: Path, interpreter: bool) -> int:
     texts["common/operator.py"] = texts["common/operator.py"].replace('"kernel_evolution"', f'"{package}"')
     pinned = re.findall(r"^(torch|triton)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     needs = "It needs a GPU, or TRITON_INTERPRET=1." if interpreter else "It needs a GPU."
-    if not any(".jit\n" in text for path, text in texts.items() if path.startswith("stages/v")):
+    if not any(".jit\n" in text for path, text in texts.items() if path.startswith("stages/")):
         needs = "It has no kernels of its own, and runs on a GPU or on the CPU."
     about = {"package": package, "name": name, "idea": story.idea(name), "needs": needs}
     about["versions"] = " and ".join(map(" ".join, pinned))

@@ -79,6 +79,12 @@ def _inserted(pieces: dict[Key, str], key: Key, piece: str, old: dict[Key, str],
     return None if (file, "") in old else pieces | {(file, ""): without_notes(new[file, ""]), key: piece}
 
 
+def _defined(pieces: dict[Key, str], file: str) -> set[str]:
+    """Return the names of the definitions of a file's pass, without the entry, `forward` or `backward`, that each stage has."""
+    pass_ = re.match("forward|backward", file)[0]
+    return {name for other, name in pieces if other.startswith(pass_)} - {"", pass_}
+
+
 def edits(old: Texts, new: Texts) -> list[tuple[Key | None, Key | None]]:
     """Return where each changed definition stands before and after an edit. None stands for no place.
 
@@ -99,13 +105,15 @@ def carried(old: Texts, new: Texts, child: Texts, labels: tuple[str, str]) -> tu
 
     Returns:
         The child's new code, with conflict markers if parent and child change the same lines. And what happened to each file,
-        such as "copied backward.py".
+        such as "copied backward.py". A pass that shares no definition with the parent's keeps its code.
     """
     before, after, mine = map(_pieces, (old, new, child))
     result, news = dict(mine), []
     for key, to in edits(old, new):
         file, name = key or to
-        if not (at := place((file, name), mine, before)):
+        if (theirs := _defined(before, file)) and not theirs & _defined(mine, file):
+            news += [] if (own := f"keeps its own {file}") in news else [own]
+        elif not (at := place((file, name), mine, before)):
             larger = None if key else _inserted(result, to, without_notes(after[to]), before, after)
             news += [] if larger else [f"has no {name or file}"]
             result = larger or result

@@ -1,33 +1,40 @@
-"""Walk from stage to stage.
+"""Walk from stage to stage. Only committed files are read.
 
-Show each idea, the size of the change, the traffic that the change saves, and the speed that it gains.
-
-python -m common.show.story               # all steps; reads only committed files
-python -m common.show.story diff v4 v5    # one step, with its code
+python -m common.show.story                  # the trunk in a line per stage, and each track in a line
+python -m common.show.story --stage v3       # one step: its size, the traffic that it saves, the speed that it gains
+python -m common.show.story --track decode   # the steps of a track
+python -m common.show.story diff v4 v5       # the code of one step
 """
 
 import argparse
 import ast
 import difflib
 import functools
+import io
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
+import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import stages
 from common.measure import files, terminal
-from common.measure.options import single
+from common.measure.options import list_of, one_of, single
 from common.show import results, tracks
-from common.show.results import Gain, Run
+from common.show.results import FASTEST, Gain, Run
 from common.show.tables import PASS_NAMES, legend
-from common.show.tracks import TRACKS
 
-WIDTH = 100  # characters in a line of a terminal
+WIDTH = 110  # characters in a line of a terminal
+HEAD_DIM = max(results.HEAD_DIMS)  # the head dimension of the trunk's speeds, if a line has room for one
+BAR = 6  # characters of a bar
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+INDENT = "\1"  # stands for a space of a line's indentation, so that git compares it
+NO_HELPERS = ("common.operator", "common.runtime")  # stages import these for other ends than their kernels
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,22 @@ def functions(text: str) -> dict[str, str]:
     return {node.name: "\n".join(lines[_first_line(node) : node.end_lineno]) for node in found}
 
 
+def _indented(text: str) -> str:
+    """Return a file's text with `INDENT` for the indentation that has a meaning in Python: that of lines outside of brackets
+    and multi-line strings."""
+    depth, continued = 0, set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+        continued.update(range(token.start[0] + 1, token.end[0] + 1 + (token.type == tokenize.NL and depth > 0)))
+    lines = enumerate(text.splitlines(keepends=True), 1)
+    spaces = re.compile("^ +")
+    return "".join(line if at in continued else spaces.sub(lambda found: INDENT * len(found[0]), line) for at, line in lines)
+
+
 def _git_diff(old: str, new: str, names: list[str], exact: bool) -> str:
-    """Use git to compare these files of two stages, in this order. Unless `exact`, leave out NOTEs and white space."""
+    """Use git to compare these files of two stages, in this order. Unless `exact`, leave out NOTEs, and white space that has no
+    meaning in Python."""
     options = ["--no-prefix", f"--color={'always' if sys.stdout.isatty() else 'never'}", *([] if exact else ["-w"])]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "order").write_text("\n".join(f"*/{file}" for file in names))
@@ -74,9 +95,43 @@ def _git_diff(old: str, new: str, names: list[str], exact: bool) -> str:
             Path(folder, "stages", stage).mkdir(parents=True)
             for file in names:
                 if text := stages.source(stage, file):
-                    files.replace(Path(folder, "stages", stage, file), text if exact else without_notes(text))
+                    text = text if exact else without_notes(text)
+                    files.replace(Path(folder, "stages", stage, file), _indented(text) if file.endswith(".py") else text)
         command = ["git", "diff", "--no-index", "-Oorder", *options, f"stages/{old}", f"stages/{new}"]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+        shown = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+        return shown.replace(INDENT, " ")
+
+
+def helpers(name: str, names: list[str]) -> dict[tuple[str, str], str]:
+    """Return the source of the functions of `common` that these files of a stage import, and of functions beside them that they
+    call. The keys are a file, as a path from the root, and the function's name."""
+    imports = (node for file in names for node in _tree(stages.source(name, file)).body if isinstance(node, ast.ImportFrom))
+    wanted = [
+        (f"{node.module.replace('.', '/')}.py", alias.name)
+        for node in imports
+        if (node.module or "").startswith("common.") and node.module not in NO_HELPERS
+        for alias in node.names
+    ]
+    found = {}
+    for file, function in wanted:  # grows in the loop
+        beside = functions((results.ROOT / file).read_text())
+        if function in beside and (file, function) not in found:
+            found[file, function] = beside[function]
+            wanted += [(file, called) for called in re.findall(r"\w+(?=\()", beside[function])]
+    return found
+
+
+def _new_helpers(old: str, new: str) -> str:
+    """Return the `helpers` that a stage's changed files use, and that `old` does not use, as added lines."""
+    changed = [file for file in code_files(old, new) if stages.source(old, file) != stages.source(new, file)]
+    before, lines, heading = helpers(old, code_files(old)), [], None
+    for (file, function), text in helpers(new, changed).items():
+        if (file, function) not in before:
+            what = f"{file} has what {results.spoken(new)} uses and {results.spoken(old)} does not:"
+            lines += [*([] if file == heading else ["", what]), *(f"+{line}" for line in ("", *text.splitlines()))]
+            heading = file
+    green = ("\033[32m", "\033[m") if sys.stdout.isatty() else ("", "")
+    return "".join(f"{green[0]}{line}{green[1]}\n" if line.startswith("+") else f"{line}\n" for line in lines)
 
 
 @functools.lru_cache(128)
@@ -134,8 +189,8 @@ def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[s
 def change(old: str, new: str) -> Change:
     """Compare the code of stages `old` and `new`, given as directory names.
 
-    A definition that only moved to another file of its pass counts as unchanged. White space, NOTEs and the docstrings of
-    files do not count.
+    A definition that only moved to another file of its pass counts as unchanged. White space, indentation too, NOTEs and the
+    docstrings of files do not count.
     """
     added = removed = 0
     touched = []
@@ -181,13 +236,14 @@ def speed_line(runs: list[Run], old: str, new: str, pass_: str) -> str:
 def result(old: str, new: str) -> dict[str, list[str]]:
     """Return what a step changes in speed, bytes and FLOPs, by pass: {"fwd": ["speed: ×1.51 (…)", …], "bwd": ["same code"]}."""
     runs, found, key = results.runs(), {}, stages.track(new)
+    about = tracks.read(key)
     for pass_ in results.CODE:
         if results.same_code(new, old, pass_):
             found[pass_] = ["same code"]
             continue
         lines, told = [speed_line(runs, old, new, pass_)], []
-        if key and TRACKS[key].pass_ == pass_ and (gain := tracks.gain(key, new, old)):
-            facts = filter(None, (TRACKS[key].at, gain.spread, tracks.place(key)))
+        if about and about.pass_ == pass_ and (gain := tracks.gain(key, new, old)):
+            facts = filter(None, (about.at, gain.spread, tracks.place(key)))
             lines.append(f"track: {_sign(gain)} ({'; '.join(facts)})")
         for what, of in (("bytes", results.moved), ("FLOPs", lambda count: count["flops_executed"])):
             words = {}  # text -> the head dimensions for which it is true
@@ -233,50 +289,142 @@ def _print_sources(lines: list[str]):
     print(*(_wrapped(part, "", "    ") for part in sources(lines)), sep="\n")
 
 
-def print_story():
-    """Print each step of the walk, with dead ends after the stage that they branch off."""
-    shown, track = [], None
-    print(_wrapped("Each step has an idea, changed code, and a gain for each pass. The end explains the numbers.") + "\n")
-    for name in stages.names():
-        if (key := stages.track(name)) and key != track:
-            heading = f"Track: {TRACKS[key].title} ({PASS_NAMES[TRACKS[key].pass_]}, {TRACKS[key].words})"
-            print(_wrapped(heading), "", sep="\n")
-        track = key
+def gains(name: str, over: str | None = None) -> dict[str, tuple[Gain | None, Gain | None]]:
+    """Return a stage's gain over `over`, by default its parent, and its share of the fastest library's speed, by pass. A pass
+    with the code of `over` is left out.
+
+    The workloads are those of the stage's track, or the trunk's at D = `HEAD_DIM`.
+    """
+    over, key, found = over or stages.parent(name), stages.track(name), {}
+    about = tracks.read(key)
+    for pass_ in results.CODE:
+        if over and results.same_code(name, over, pass_):
+            continue
+        if not key:
+            both = (other and results.gain(results.runs(), name, other, pass_, HEAD_DIM) for other in (over, FASTEST))
+            found[pass_] = tuple(gain and gain[0] for gain in both)
+        elif about and about.pass_ == pass_:
+            found[pass_] = tuple(tracks.gain(key, name, other) for other in (over, FASTEST))
+    return found
+
+
+def bar(share: float) -> str:
+    """Return a bar of `BAR` characters, which is full from 1 on."""
+    eighths = min(round(share * BAR * 8), BAR * 8)
+    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(BAR)
+
+
+def _row(first: str, text: str, found: dict[str, tuple[Gain | None, Gain | None]]) -> str:
+    """Return a line of `WIDTH` characters: a text, then the gain and the bar of each pass."""
+    cells = []
+    for pass_ in results.CODE:
+        gain, share = found.get(pass_, (None, None))
+        cells.append(f"{_sign(gain) if gain else '':>6} {bar(share.mean if share else 0)}")
+    end = "  ".join(cells)
+    text = textwrap.shorten(text, WIDTH - len(end) - len(first) - 2, placeholder=" …")
+    return f"{first} {text:<{WIDTH - len(end) - len(first) - 2}} {end}".rstrip()
+
+
+def _rows(track: str) -> Iterator[str]:
+    """Yield a heading, a line for each stage of the trunk or of a track, and a line that names the dead ends."""
+    heading = "  ".join(f"{PASS_NAMES[pass_]:<{7 + BAR}}" for pass_ in results.CODE)
+    about = tracks.read(stages.track(stages.line(track)[0]))
+    title = "The trunk" if track == stages.TRUNK else f"{track}: {about.title}" if about else track
+    yield f"{title:<{WIDTH - len(heading) - 1}} {heading}".rstrip()
+    line = stages.line(track)
+    longest = max(len(stages.version(name)) for name in line)
+    for name in line:
+        yield _row(f"{stages.version(name):<{longest}}", idea(name).rstrip("."), gains(name))
+    dead_ends = [name for name in stages.names() if stages.is_dead_end(name) and stages.position(name)[1] == track]
+    if dead_ends:
+        yield f"Dead ends: {', '.join(map(stages.version, dead_ends))}."
+
+
+def _track_row(track: str, longest: int) -> str:
+    """Return a line for a track: its title, its number of steps, and the gain of its end over the stage that it starts from."""
+    line, about = stages.line(track), tracks.read(track)
+    first = stages.parent(line[0])
+    title = f"{about.title}, " if about else ""
+    steps = f"{len(line)} step{'s' * (len(line) > 1)} from {stages.version(first)}"
+    return _row(f"{track:<{longest}}", title + steps, gains(line[-1], first))
+
+
+def print_story(track: str | None = None):
+    """Print a line for each stage of a track. By default, print a line for each stage of the trunk and for each track."""
+    shown = [*_rows(track or stages.TRUNK), ""]
+    if found := [] if track else stages.tracks():
+        shown.append("Tracks: from the stage where a track starts to its end, on the track's own workloads")
+        shown += [*(_track_row(each, max(map(len, found))) for each in found), ""]
+    about = tracks.read(track)
+    where = f"Workloads: {about.words}." if about else "" if track else f"D = {HEAD_DIM}."
+    words = f"×: speed over the stage before. Bar: share of the fastest library's speed. {where}"
+    print(*shown, *(_wrapped(part) for part in (words, *legend("\n".join(shown)))), sep="\n")
+    print(f"next: {after(stages.line(track or stages.TRUNK)[0])}")
+
+
+def print_steps(names: list[str]):
+    """Print each of these steps in a paragraph."""
+    shown = []
+    for name in names:
         print(name, _wrapped(idea(name), "    "), sep="\n")
         if old := stages.parent(name):
             shown += (lines := step_lines(old, name))
             print(*lines, sep="\n")
         print()
-    _print_sources(shown)
+    if shown:
+        _print_sources(shown)
+    print(f"next: {after(names[-1])}")
 
 
-def print_diff(old: str, new: str, prose: bool, exact: bool):
-    """Print the change of the code between two stages, then its size and gain. With `prose`, also compare the READMEs."""
+def after(name: str) -> str:
+    """Return the command that shows a stage's code or, for the first stage, the step after it."""
+    if parent := stages.parent(name):
+        return f"make diff A={stages.version(parent)} B={stages.version(name)}"
+    return f"make story STAGE={stages.version(stages.children(name)[0])}"
+
+
+def print_diff(old: str, new: str, prose: bool, exact: bool, gain: bool):
+    """Print the change of the code between two stages and its size, then its gain or a question. With `prose`, also compare the
+    READMEs."""
     print(_git_diff(old, new, [*code_files(old, new), "__init__.py", *["README.md"] * prose], exact), end="")
+    print(_new_helpers(old, new), end="")
     lines = step_lines(old, new)
-    print("", new, *lines, "", sep="\n")
-    _print_sources(lines)
+    print("", new, *lines[: None if gain else 1], "", sep="\n")
+    command = f"make diff A={stages.version(old)} B={stages.version(new)}"
+    if gain:
+        _print_sources(lines)
+        later = [name for name in stages.children(new) if not stages.is_dead_end(name)]
+        print(f"next: make story{f' STAGE={stages.version(later[0])}' if later else ''}")
+    else:
+        print(f"What does this gain? {command} GAIN=yes shows it.")
 
 
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
-    commands = parser.add_subparsers(dest="command")
-    diff = commands.add_parser("diff", help="show one step")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--stage", type=list_of(stages.resolve), metavar="LIST", help="steps to show in full, such as v3")
+    which.add_argument("--track", type=single(one_of(stages.tracks())), help="the track whose steps to show")
+    diff = parser.add_subparsers(dest="command").add_parser("diff", help="show one step")
     diff.add_argument("old", type=single(stages.resolve))
     diff.add_argument("new", type=single(stages.resolve))
-    diff.add_argument("--prose", choices=["no", "yes"], default="no", help="whether to show the READMEs too")
-    diff.add_argument("--exact", choices=["no", "yes"], default="no", help="whether to show NOTEs and white space too")
+    for option, words in (
+        ("prose", "whether to show the READMEs too"), ("exact", "whether to show NOTEs and white space too"),
+        ("gain", "whether to show the gain"),
+    ):  # fmt: skip
+        diff.add_argument(f"--{option}", choices=["no", "yes"], default="no", help=words)
     options = parser.parse_args(argv)
     if not shutil.which("git"):
         raise SystemExit("the story needs git to compare stages, but git is not on the PATH")
     if options.command == "diff":
         if options.old == options.new:
             raise SystemExit(f"{results.spoken(options.old)} and {results.spoken(options.new)} are the same stage")
-        print_diff(options.old, options.new, options.prose == "yes", options.exact == "yes")
+        print_diff(options.old, options.new, *(getattr(options, each) == "yes" for each in ("prose", "exact", "gain")))
+    elif options.stage:
+        print_steps(options.stage)
     else:
-        print_story()
+        print_story(options.track)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def _linked(comment: str) -> str:
         exists = found[0] in map(stages.version, stages.names())
         return f'<a href="{found[0]}.html">{found[0]}</a>' if exists else found[0]
 
-    return re.sub(r"\bv\d+[a-z]?\b", link, html.escape(comment))
+    return re.sub(r"\b[a-z]+\d+[a-z]?\b", link, html.escape(comment))
 
 
 def _code(tokens: list[tuple], marks: str) -> str:

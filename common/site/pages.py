@@ -6,7 +6,6 @@ python -m common.site.pages --stage v3   # the page of v3, the start page and th
 
 import argparse
 import ast
-import bisect
 import multiprocessing
 import re
 import shutil
@@ -22,11 +21,11 @@ from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
 from common.show.results import CODE, LEGEND, ROOT, origins, runs
-from common.show.story import functions, idea, result, sources
+from common.show.story import functions, gains, idea, result, sources
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark
-from common.show.tracks import TRACKS
-from common.site import charts
+from common.show.tracks import known
+from common.site import charts, tree
 from common.site.diffs import blocks
 from common.site.scenes import MOST_ZOOM, described, passes, scenes
 from common.site.texts import Texts, code_page, colored, page_of
@@ -41,6 +40,7 @@ CHOICES = [
     ("causal", "Mask", [("yes", "causal"), ("no", "full")]),
     ("s", "S", [(charts.MEAN, "mean of 1024, 4096, 16384"), *((str(2**n), str(2**n)) for n in range(9, 15))]),
 ]
+STEPS = [name for name in stages.names() if not stages.is_experiment(name)]
 SELECTED = {"pass": "fwd", "d": "128", "causal": "yes", "s": charts.MEAN}
 
 
@@ -71,14 +71,6 @@ def sections(readme: str) -> dict[str, str]:
     return found | {"Problem": table.sub("", found["Problem"])}
 
 
-def neighbors(name: str) -> tuple[str | None, str | None]:
-    """Return the stages before and after a stage, leaving out dead ends."""
-    line = [each for each in stages.names() if not stages.is_dead_end(each)]
-    place = bisect.bisect_left(line, stages.position(name), key=stages.position)
-    last = place + (name in line)
-    return line[place - 1] if place else None, line[last] if last < len(line) else None
-
-
 class Site:
     """Empty a folder, and write the pages into it."""
 
@@ -102,10 +94,11 @@ class Site:
 
     def start(self):
         """Write the start page."""
-        found, names, cards = runs(), stages.names(), []
-        for name in names:
+        cards = []
+        for name in STEPS:
             _, words, lines = front.start(name)
-            numbers = [(PASS_NAMES[pass_], *both) for pass_, both in front.numbers(found, name)[0].items()]
+            of_pass = {pass_: [gain or "-", share.percent if share else "-"] for pass_, (gain, share) in gains(name).items()}
+            numbers = [(PASS_NAMES[pass_], *map(str, both)) for pass_, both in of_pass.items()]
             cards.append({
                 "version": stages.version(name), "idea": Markup(self._texts.inline(words, ROOT / "README.md")), "lines": lines,
                 "passes": numbers, "dead_end": stages.is_dead_end(name), "track": stages.track(name),
@@ -114,8 +107,9 @@ class Site:
         titles = [(page_of(path), path.read_text().partition("\n")[0].lstrip("# ")) for path in LISTED]
         self._write(
             "index.html", "index.html", title="How attention got fast", cards=cards, spec=vl_convert.vegalite_to_vega(spec),
-            chart=Markup(vl_convert.vegalite_to_svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(names[0]),
-            measured="; ".join(origins(found)), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES, legend=LEGEND.values(),
+            chart=Markup(vl_convert.vegalite_to_svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(STEPS[0]),
+            measured="; ".join(origins(runs())), documents=titles, tracks=known(), pass_names=PASS_NAMES,
+            legend=LEGEND.values(), tree=tree.nodes(),
         )  # fmt: skip
 
     def document(self, path: Path):
@@ -135,14 +129,16 @@ class Site:
     def step(self, name: str, found):
         """Write the page of a stage. `found` has the stage's scenes."""
         parent, readme = stages.parent(name), stages.directory(name) / "README.md"
-        before, after = neighbors(name)
-        dropped = [each for each in stages.names() if stages.is_dead_end(each) and stages.parent(each) == name]
+        children = [each for each in stages.children(name) if each in STEPS]
+        dropped = [each for each in children if stages.is_dead_end(each)]
+        later = [each for each in children if each not in dropped]
+        after = later[:1] if later and stages.track(later[0]) == stages.track(name) else []
         told = result(parent, name) if parent else {}
         parts = {title: self._html(text, readme) for title, text in sections(readme.read_text()).items()}
         words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
         self._write(
             f"{stages.version(name)}.html", "step.html", title=f"{stages.version(name)}: {idea(name)}".replace("`", ""),
-            name=name, parent=parent, before=before, after=after, idea=words,
+            name=name, parent=parent, after=after, branches=later[len(after) :], idea=words,
             dropped={each: idea(each).removeprefix("A dead end: ").rstrip(".") for each in dropped},
             dead_end=stages.is_dead_end(name), sections=parts, scenes=found, pass_names=PASS_NAMES,
             colors=len(COLORS), most_zoom=MOST_ZOOM, zoom=next((scene.zoom for scene in found if scene.units), 1),
@@ -200,9 +196,11 @@ def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(prog="python -m common.site.pages", description="Build the site. LIST is comma-separated.")
-    add_list(parser, "--stage", ",".join(stages.names()))
+    add_list(parser, "--stage", ",".join(STEPS))
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="folder to write the site to (default: site)")
     options = parser.parse_args(argv)
+    if left_out := [name for name in options.stage if name not in STEPS]:
+        parser.error(f"{left_out[0]} is an experiment, and the site has no page for it")
     build(options.out, options.stage)
     print(options.out / "index.html")
 

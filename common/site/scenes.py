@@ -6,23 +6,13 @@ import stages
 from common.interpreter.timing import UNITS, busy
 from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
+from common.show import tracks
 from common.show.results import CODE, bytes_in_words, same_code
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark, Panel, accesses
 
-# Most scenes have one head and these sizes. UNUSUAL has other sizes, for the steps whose ideas need them.
-USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
-ONE_QUERY = {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8}
-WIDE = {"seq_len": 512, "head_dim": 256}
-UNUSUAL = {
-    "v29_short_tiles": {"head_dim": 128},
-    "v30_packed_heads": {"seq_len": 1, "kv_len": 1024, "causal": False, "heads": 4, "kv_heads": 1, "sms": 4},
-    **dict.fromkeys(("v31_split_keys", "v32_two_launches", "v33_few_rows", "v34_planned_splits"), ONE_QUERY),
-    **dict.fromkeys(("v44_wide_kernel", "v45_shared_p", "v46_dq_kernel", "v47_dq_prefetch", "v48_dq_roles"), WIDE),
-    "v49_wide_overlap": WIDE,
-    "v49a_sums_from_registers": {"head_dim": 128},
-    "v49b_three_consumers": {"seq_len": 1152, "head_dim": 128, "causal": False},
-}
+# The workload of most scenes, on a GPU with one SM. The table `[scene]` of a track's benchmark.toml has other values.
+USUAL = {"heads": 1, "seq_len": 1024, "head_dim": 64, "causal": True, "sms": 1}
 WORDS = {  # lane -> the words of its tooltip
     "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
     "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
@@ -86,13 +76,15 @@ def passes(name: str) -> list[str]:
 
 def scenes(name: str) -> list[Scene]:
     """Record the passes that a stage changes, for the parent and for the stage."""
-    shape = USUAL | UNUSUAL.get(name, {})
-    gpu = replace(ONE_SM, num_sms=shape.pop("sms", 1))
+    track = tracks.read(stages.track(name))
+    shape = USUAL | (track.scene if track else {})
+    gpu = replace(ONE_SM, num_sms=shape.pop("sms"))
     found = []
     for pass_ in passes(name):
-        workload = Workload(pass_, 1, dtype="float16", **{"heads": 1} | shape)
+        workload = Workload(pass_, 1, dtype="float16", **shape)
         recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
-        length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
+        length = f"Sq = {workload.seq_len}, Sk = {workload.kv_len}"
+        length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else length
         heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
         words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
         units = [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())]

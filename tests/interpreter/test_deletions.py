@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import LONG, available, by_functions, check, make_inputs, names_in, needs_hopper, once, sources
+from cases import LONG, asked, available, by_functions, check, make_inputs, names_in, needs_hopper, once, sources
 from triton.runtime.interpreter import InterpreterError
 
 import stages
@@ -23,7 +23,7 @@ from common.show import story
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# Statements that synchronize, including waits for matmuls. v22a's waits on `turns` are left out: they affect only speed.
+# Statements that synchronize, including waits for matmuls. Waits on `turns` are left out: they affect only speed.
 SYNCHRONIZES = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
@@ -54,8 +54,10 @@ EVERY, SPREAD = 6, 60
 def changed_stages():
     """Return up to three stages with changes since the branch left main, or since the commit before if this is main.
 
-    Without such a stage, or without git, return the newest stage.
+    Without such a stage, or without git, return the last stage of a track. `make test STAGE=…` has its own stage.
     """
+    if name := asked():
+        return [name]
 
     def git(*arguments):
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -64,7 +66,7 @@ def changed_stages():
     base = git("merge-base", "HEAD~1", "main")
     files = git("diff", "--name-only", *base, "--", "stages") if base else []
     found = {file.split("/")[1] for file in files} & set(stages.names())
-    return sorted(found, key=stages.position)[:3] or stages.names()[-1:]
+    return sorted(found, key=stages.position)[:3] or [stages.line(track)[-1] for track in stages.tracks()][:1]
 
 
 @functools.cache
@@ -93,7 +95,7 @@ def statements(pattern):
             if pattern.match(line)
         ]
         changed = [place for place in found if place[1] in lines_of_changed_functions(name, place[0])]
-        kept = changed[::EVERY] if name in changed_stages() else []
+        kept = changed[:: 1 if asked() else EVERY] if name in changed_stages() else []
         for file, index in found:
             if LONG or (file, index) in kept or (file, index) in changed and next(count) % SPREAD == 0:
                 yield pytest.param(name, pass_, file, index, id=f"{name}-{file}-{index + 1}")

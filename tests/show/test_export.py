@@ -10,7 +10,6 @@ import stages
 from common.runtime import INTERPRETED
 from common.show.export import export
 
-NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
 CALL = """
 import sys, torch
 from mine import attention
@@ -36,7 +35,7 @@ def run(folder, program, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", ["v3", NEWEST])
+@pytest.mark.parametrize("name", ["v3", stages.newest()])
 def test_an_exported_stage_runs_alone(name, tmp_path):
     export(name, tmp_path / "mine", interpreter=True)
     if reason := stages.unavailable(stages.resolve(name)):

@@ -64,25 +64,66 @@ def told_in_one_line(text):
     return " ".join(text.split())
 
 
-def test_story_tells_of_every_stage(capsys):
-    story.print_story()
+def test_the_story_fits_on_a_screen(capsys):
+    """It has a line for each stage of the trunk and for each track, and ends with a command."""
+    story.main([])
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= story.WIDTH and len(shown) <= len(stages.line()) + len(stages.tracks()) + 10
+    begins = [line.split()[0] for line in shown if line]
+    assert [*map(stages.version, stages.line())] == [word for word in begins if re.fullmatch(r"v\d+", word)]
+    assert {*stages.tracks()} <= {*begins} and shown[-1] == "next: make story STAGE=v1"
+    words = story.idea("v1_online_softmax").rstrip(".")
+    assert re.search(rf"^v1 +{re.escape(words)} +×[\d.]+†? █*[▏▎▍▌▋▊▉]? +×", "\n".join(shown), re.MULTILINE)
+
+
+@pytest.mark.parametrize("track", [stages.TRUNK, *stages.tracks()])
+def test_the_story_of_a_track_has_its_steps(track, capsys):
+    line = stages.line(track)
+    if track == stages.TRUNK:
+        shown = [*story._rows(track)]
+    else:
+        story.main([f"--track={track}"])
+        shown = capsys.readouterr().out.splitlines()
+        start = stages.version(stages.parent(line[0]))
+        assert shown[-1] == f"next: make diff A={start} B={stages.version(line[0])}"
+    assert max(map(len, shown)) <= story.WIDTH
+    assert [row.split()[0] for row in shown[1 : 1 + len(line)]] == [*map(stages.version, line)]
+
+
+def test_the_story_of_a_step_has_all_that_is_known(capsys):
+    story.main(["--stage=v4a,v5"])
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= story.WIDTH
     told = told_in_one_line(shown)
-    assert all(f"{name} {story.idea(name)}" in told for name in stages.names())
-    for old, new in (STEPS[0], STEPS[-1]):
-        assert f"from {old}: {story.change(old, new)}" in told
-        assert all(line in told for lines in story.result(old, new).values() for line in lines)
-    assert "speed: ×" in told.rpartition(stages.names()[-1])[2]  # the newest stage's gain
+    assert max(map(len, shown.splitlines())) <= story.WIDTH and "speed: ×" in told
+    for name in (stages.resolve("v4a"), NEW):
+        assert f"{name} {story.idea(name)} from {OLD}: {story.change(OLD, name)}" in told
+        assert all(line in told for lines in story.result(OLD, name).values() for line in lines)
+    assert told.endswith("next: make diff A=v4 B=v5")
+
+
+def test_a_gain_is_that_of_the_stage_s_own_workloads(monkeypatch):
+    monkeypatch.setattr(results, "same_code", lambda *_: False)
+    monkeypatch.setattr(results, "gain", lambda _, new, old, *where: ((new, old, *where), "run"))
+    assert story.gains(NEW)["bwd"] == ((NEW, OLD, "bwd", 128), (NEW, results.FASTEST, "bwd", 128))
+    about = tracks.Track("Title", "fwd", "words", "short", {})
+    monkeypatch.setattr(stages, "track", lambda name: "one")
+    monkeypatch.setattr(tracks, "read", lambda key: about)
+    monkeypatch.setattr(tracks, "gain", lambda *each: each)
+    assert story.gains(NEW) == {"fwd": (("one", NEW, OLD), ("one", NEW, results.FASTEST))}
+    assert story.gains(NEW, "v1_online_softmax")["fwd"][0] == ("one", NEW, "v1_online_softmax")
+
+
+def test_bars():
+    assert [story.bar(share) for share in (0, 1 / 48, 0.5, 1, 1.2)] == ["      ", "▏     ", "███   ", "█" * 6, "█" * 6]
 
 
 def test_speed_names_its_run_or_says_that_there_is_none():
-    both = records("v0_a", 4.0, passes=["fwd"]) + records("v1_b", 2.0, passes=["fwd"])
+    both = records(OLD, 4.0, passes=["fwd"]) + records(NEW, 2.0, passes=["fwd"])
     runs = [run_of("new", "2026-01-02", [r for r in both if r["head_dim"] == 64]), run_of("old", "2026-01-01", both)]
     d64, d128 = "×2.00 (D=64, 2.00–2.00)", "×2.00 (D=128, 2.00–2.00)"
-    assert story.speed_line(runs[1:], "v0_a", "v1_b", "fwd") == f"speed: {d64}, {d128} [1]"
-    assert story.speed_line(runs, "v0_a", "v1_b", "fwd") == f"speed: {d64} [2]; {d128} [1]"
-    assert story.speed_line(runs[:1], "v0_a", "v1_b", "fwd") == f"speed: {d64} [1]; D=128: no run has both stages"
+    assert story.speed_line(runs[1:], OLD, NEW, "fwd") == f"speed: {d64}, {d128} [1]"
+    assert story.speed_line(runs, OLD, NEW, "fwd") == f"speed: {d64} [2]; {d128} [1]"
+    assert story.speed_line(runs[:1], OLD, NEW, "fwd") == f"speed: {d64} [1]; D=128: no run has both stages"
 
 
 def test_signs_of_noise_and_changed_code_are_explained_where_they_are(monkeypatch):
@@ -95,28 +136,56 @@ def test_signs_of_noise_and_changed_code_are_explained_where_they_are(monkeypatc
     assert not set(results.LEGEND.values()) & set(story.sources(lines[:1]))
 
 
-def test_diff_shows_the_code_first_and_then_what_it_gained(capsys):
+def test_diff_asks_what_the_step_gains(capsys):
     story.main(["diff", "v4", "v5"])
+    shown = capsys.readouterr().out
+    assert "speed" not in shown.partition(f"\n{NEW}\n")[2]
+    assert shown.endswith("\n\nWhat does this gain? make diff A=v4 B=v5 GAIN=yes shows it.\n")
+
+
+def test_diff_shows_the_code_first_and_then_what_it_gained(capsys):
+    story.main(["diff", "v4", "v5", "--gain=yes"])
     shown = capsys.readouterr().out
     files = re.findall(r"^\+\+\+ stages/\w+/(\S+)", shown, re.MULTILINE)
     assert files in (["backward.py", "__init__.py"], [*story.code_files(OLD, NEW), "__init__.py"])
     lines = story.step_lines(OLD, NEW)
     code, told, end = shown.partition("\n".join(["", NEW, *lines, "", ""]))
+    end, following = end.split("next: ")
     assert told and told_in_one_line(end) == told_in_one_line(" ".join(story.sources(lines))) and code.startswith("diff ")
+    assert following == "make story STAGE=v6\n"
 
 
-def test_diff_leaves_out_notes_and_white_space(tmp_path, monkeypatch):
-    old = "def a():\n    # NOTE: v1 indents\n    return 1\n\n\ndef b():\n    return 2\n"
-    new = old.replace("    # NOTE: v1 indents\n    return", "        return").replace("2", "3")
+def test_diff_ends_with_helpers_that_the_parent_does_not_use(tmp_path, monkeypatch):
+    """Among them are functions that these helpers call. A file that does not change brings no helpers."""
+    imports = "from common.layout import b\nfrom common.kernels.some import {}\nfrom common.operator import c\n\nX = a()\n"
+    write_stages(tmp_path, monkeypatch, v0_a=imports.format("a"), v1_b=imports.format("a, d"))
+    (tmp_path / "common" / "kernels").mkdir(parents=True)
+    bodies = {"a": "return 1", "d": "return e() + a()", "e": "return 2", "f": "return 3"}
+    code = "\n\n".join(f"def {name}():\n    {body}\n" for name, body in bodies.items())
+    for file in ("layout", "operator", "kernels/some"):
+        (tmp_path / "common" / f"{file}.py").write_text(code)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    added = ["+", "+def d():", "+    return e() + a()", "+", "+def e():", "+    return 2"]
+    heading = "common/kernels/some.py has what v1 uses and v0 does not:"
+    assert story._new_helpers("v0_a", "v1_b").splitlines() == ["", heading, *added]
+    assert story._new_helpers("v1_b", "v1_b") == ""
+
+
+def test_diff_leaves_out_notes_and_white_space_without_meaning(tmp_path, monkeypatch):
+    """The indentation of a statement has a meaning, and that of a line inside brackets or a string has none."""
+    old = "def a(x):\n    # NOTE: v1 asks\n    return (1,\n    2)\n\n\ndef b():\n    y =  1\n    return 2\n"
+    new = old.replace("    # NOTE: v1 asks\n    return", "    if x:\n        return").replace("    2)", "        2)")
+    new = new.replace("y =  1", "y = 1").replace("return 2", "return 3")
     write_stages(tmp_path, monkeypatch, v0_a=old, v1_b=new)
 
     def changed(exact):
         shown = story._git_diff("v0_a", "v1_b", ["forward.py"], exact).splitlines()
         return [line for line in shown if re.match(r"[-+] ", line)]
 
-    assert changed(exact=False) == ["-    return 2", "+    return 3"]
-    noted = ["-    # NOTE: v1 indents", "-    return 1", "+        return 1"]
-    assert changed(exact=True) == [*noted, "-    return 2", "+    return 3"]
+    asks, ends = ["+    if x:", "+        return (1,"], ["-    return 2", "+    return 3"]
+    assert changed(exact=False) == ["-    return (1,", *asks, *ends]
+    noted = ["-    # NOTE: v1 asks", "-    return (1,", "-    2)", *asks, "+        2)"]
+    assert changed(exact=True) == [*noted, "-    y =  1", "-    return 2", "+    y = 1", "+    return 3"]
 
 
 @pytest.mark.parametrize(("given", "said"), [("v4", "v4 and v4 are the same stage"), ("v99", "'v99'")])

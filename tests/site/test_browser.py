@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from built import VERSION
 
 playwright = pytest.importorskip("playwright.sync_api")
 axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright")
@@ -44,13 +45,15 @@ def visible(page, selector):
 
 def test_pages_open_and_fit_a_phone(page):
     page.set_viewport_size({"width": 380, "height": 800})
-    for name in ("index", "glossary", "measuring", "results", "v3", "v25"):
+    for name in ("index", "glossary", "measuring", "results", "v3", VERSION):
         page.goto(f"{name}.html")
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["reading", *(pytest.param(name, marks=pytest.mark.long) for name in ("v3", "v25", "index"))])
+@pytest.mark.parametrize(
+    "name", ["reading", *(pytest.param(name, marks=pytest.mark.long) for name in ("v3", VERSION, "index"))]
+)
 @pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.long)])
 def test_everyone_can_read_a_page(page, name, scheme):
     """The accessibility checker axe finds no serious problem, for example of names, contrast or structure."""
@@ -101,7 +104,7 @@ def test_the_controls_of_a_step(page):
 
 @pytest.mark.long
 def test_zoom_widens_the_timelines_and_they_scroll_together(page):
-    page.goto("v25.html")
+    page.goto(f"{VERSION}.html")
     field = visible(page, ".zoomed .field")[0]
     page.fill("#zoom", "8")
     width, shown = field.evaluate("each => [each.scrollWidth, each.clientWidth]")

@@ -7,16 +7,19 @@ import pytest
 
 pytest.importorskip("vl_convert")
 
+from built import LAST, VERSION  # noqa: E402
+
 import stages  # noqa: E402
 from common.measure.trace import trace  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
-from common.show import results  # noqa: E402
+from common.show import results, story  # noqa: E402
 from common.show.results import CODE  # noqa: E402
 from common.show.story import result  # noqa: E402
+from common.show.tables import PASS_NAMES  # noqa: E402
 from common.show.traces import Mark  # noqa: E402
-from common.site import charts, scenes, texts  # noqa: E402
+from common.site import charts, scenes, texts, tree  # noqa: E402
 from common.site.diffs import blocks  # noqa: E402
-from common.site.pages import build, drawn, sections  # noqa: E402
+from common.site.pages import STEPS, build, drawn, sections  # noqa: E402
 
 
 def check(site, left_out=()):
@@ -37,7 +40,7 @@ def check(site, left_out=()):
 
 def test_pages_load_nothing_from_elsewhere_and_links_lead_somewhere(site):
     steps = {f"{stages.version(name)}.html" for name in stages.names()}
-    pages = check(site, steps - {"v3.html", "v25.html"})
+    pages = check(site, steps - {"v3.html", f"{VERSION}.html"})
     assert all(f'href="{step}"' in pages["index.html"] for step in steps)
 
 
@@ -83,7 +86,7 @@ def test_a_diff_marks_the_words_that_change_and_links_stages():
 
 
 def test_a_panel_has_all_bytes_of_the_trace_to_scale():
-    workload, name = Workload("fwd", 1, 1, 1024, 64, True, "float16"), stages.resolve("v25")
+    workload, name = Workload("fwd", 1, 1, 1024, 64, True, "float16"), LAST
     recorded = trace(stages.load(name), workload)
     panel = next(each for each in scenes.scenes(name)[0].accesses if each.stage == name)
     shown = [int(mark.words.split(": ")[-1].split()[0].replace(",", "")) for marks in panel.lanes.values() for mark in marks]
@@ -97,15 +100,38 @@ def test_a_panel_has_all_bytes_of_the_trace_to_scale():
 
 def test_a_page_begins_with_what_the_step_changes(site):
     """If parent and stage move the same bytes, the SM's timeline comes before the accesses."""
-    text = {name: (site / f"{name}.html").read_text() for name in ("v3", "v25")}
+    text = {name: (site / f"{name}.html").read_text() for name in ("v3", VERSION)}
     words = {name: html.unescape(re.sub(r"\s+", " ", re.sub("<.*?>", "", page))) for name, page in text.items()}
     titles = {name: re.findall(r'<h2 id="(\w+)"', page) for name, page in text.items()}
     for lines in result(stages.resolve("v2"), stages.resolve("v3")).values():
         assert all(line in words["v3"].partition("Problem")[0] for line in lines)
     wanted = ["trace", "gain", "moves", "diff"]
     assert [title for title in titles["v3"] if title in wanted] == wanted
-    assert titles["v25"].index("units") < titles["v25"].index("trace") and "Backward: same code." in words["v25"]
-    assert re.findall(r'<a rel="(?:prev|next)" href="(\w+).html"', text["v3"]) == ["v2", "v4"]  # not v3a, a dead end
+    assert titles[VERSION].index("units") < titles[VERSION].index("trace") and "Backward: same code." in words[VERSION]
+    assert re.findall(r'<a rel="(?:prev|next)" href="(\w+).html"', text["v3"]) == ["v2", "v4"]
+
+
+def test_links_follow_the_tree(site):
+    """A page leads to its parent, to the next step of its line, and to the tracks that start from it."""
+    shown, found = (site / f"{VERSION}.html").read_text(), stages.children(LAST)
+    later = [stages.version(name) for name in found if not stages.is_dead_end(name) and not stages.is_experiment(name)]
+    assert all(f'href="{version}.html"' in shown.partition("</nav>\n</header>")[0] for version in later)
+    nodes = tree.nodes()
+    assert [node.version for node in nodes if node.kind == "trunk"] == [*map(stages.version, stages.line())]
+    assert {node.version for node in nodes} == {stages.version(name) for name in STEPS}
+    assert len({(node.x, node.y) for node in nodes}) == len(nodes)
+    for node in nodes[1:]:
+        parent = next(each for each in nodes if (each.x, each.y) == node.parent)
+        assert parent.version == stages.version(stages.parent(stages.resolve(node.version)))
+
+
+def test_cards_show_the_gain_on_the_stage_s_own_workloads(site):
+    cards = re.findall(r'<a class="card" href="(\w+).html">(.*?)</a>', (site / "index.html").read_text(), re.DOTALL)
+    assert [version for version, _ in cards] and len(cards) == len(STEPS)
+    for version, card in cards:
+        found = story.gains(stages.resolve(version))
+        assert [PASS_NAMES[pass_] for pass_ in found] == re.findall("<i>((?:for|back)ward)</i>", card), version
+        assert all(str(gain) in card for gain, _ in found.values() if gain)
 
 
 def test_the_chart_has_every_implementation_and_says_where_it_is_from():

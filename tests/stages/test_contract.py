@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import itertools
 import pathlib
 import re
 
@@ -13,15 +14,19 @@ import stages
 PARTS = ("forward", "backward")
 
 
+STEPS = [name for name in stages.names() if not stages.is_experiment(name)]
+
+
 @pytest.fixture(params=stages.names())
 def module(request):
     """The module of every stage, even if the stage cannot run here."""
     return stages.load(request.param)
 
 
-@pytest.mark.parametrize("file", ["__init__.py", "forward.py", "backward.py", "README.md"])
-def test_a_stage_has_the_same_files_as_every_other(module, file):
-    assert (pathlib.Path(module.__file__).parent / file).is_file()
+def test_a_stage_has_the_same_files_as_every_other(module):
+    folder = pathlib.Path(module.__file__).parent
+    needed = ["__init__.py", "forward.py", "backward.py", *["README.md"] * (folder.name in STEPS)]
+    assert [file for file in needed if not (folder / file).is_file()] == []
 
 
 def test_a_stage_exports_the_contract(module):
@@ -105,12 +110,12 @@ def test_the_code_of_a_stage_does_not_hold_its_name(module):
         assert not re.search(rf"\b{version}(\b|_)", path.read_text()), path.name
 
 
-def test_the_readmes_name_a_stage(module):
+@pytest.mark.parametrize("name", STEPS)
+def test_the_readmes_name_a_stage(name):
     """The stage's README has the stage's name in its title. The project's README has the name in a table."""
-    directory = pathlib.Path(module.__file__).parent
-    version = directory.name.split("_")[0]
+    directory, version = stages.directory(name), stages.version(name)
     assert (directory / "README.md").read_text().startswith(f"# {version}: ")
-    assert f"\n| [{version}](stages/{directory.name}) |" in (directory.parents[1] / "README.md").read_text()
+    assert f"\n| [{version}](stages/{name}) |" in (directory.parents[1] / "README.md").read_text()
 
 
 def test_a_stage_has_docstrings(module):
@@ -141,10 +146,69 @@ def test_a_pass_without_a_change_has_the_same_files():
             assert before == after or bare[0] != bare[1], f"{name}: the {pass_} differs from {parent}'s in NOTEs alone"
 
 
-def test_stages_are_in_order():
+def test_stages_are_in_order_and_form_one_tree():
     positions = [stages.position(name) for name in stages.names()]
     assert positions == sorted(set(positions))
-    assert [name for name in stages.names() if not stages.parent(name)] == stages.names()[:1]
+    parents = [stages.parent(name) for name in STEPS]
+    assert [name for name, parent in zip(STEPS, parents, strict=True) if not parent] == STEPS[:1]
+    assert all(STEPS.index(parent) < place for place, parent in enumerate(parents) if parent)
+    assert all(name in stages.children(parent) for name, parent in zip(STEPS, parents, strict=True) if parent)
+
+
+def bodies(name):
+    """Return a stage's functions as (arguments and statements, where it is), without names, docstrings and comments."""
+    found = {}
+    for path in sorted(stages.directory(name).glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                where, node.name = f"{name}/{path.name}: {node.name}", ""
+                node.body = node.body[ast.get_docstring(node) is not None :]
+                found[ast.dump(node)] = where
+    return found
+
+
+def own_functions(chain):
+    """Return the functions of a line of stages that the stage from which it starts does not have."""
+    before = bodies(stages.parent(chain[0]))
+    return {body: where for name in chain for body, where in bodies(name).items() if body not in before}
+
+
+def shared_by_tracks():
+    """Return the functions that two lines have, and of which neither line starts from the other, directly or indirectly.
+
+    The lines are the tracks with their dead ends, and the newest stage, which chooses among the tracks.
+    """
+    chains = {track: [name for name in STEPS if stages.track(name) == track] for track in stages.tracks()}
+    starts = {track: stages.parent(chain[0]) for track, chain in chains.items()}
+
+    def above(track):
+        start = stages.track(starts[track]) if track in starts else None
+        return {track} | (above(start) if start else set())
+
+    own = {track: own_functions(chain) for track, chain in (chains | {"newest": [stages.newest()]}).items()}
+    apart = [(a, b) for a, b in itertools.combinations(own, 2) if a not in above(b) and b not in above(a)]
+    return [(own[a][body], own[b][body]) for a, b in apart for body in own[a].keys() & own[b].keys()]
+
+
+def test_a_branch_holds_no_code_of_another_track():
+    """A function that a track adds or changes is in no other track, unless one track starts from the other."""
+    assert shared_by_tracks() == []
+
+
+def test_code_of_another_track_is_found(tmp_path, monkeypatch):
+    """The track `two` starts from `one`, and `three` from the trunk. Names, comments and docstrings do not hide a copy."""
+    own, copied = "def f(x):\n    return x + 1\n", 'def g(x):\n    """Add."""\n    return x + 1  # one\n'
+    tree = {"v0_a": ("", "A = 1\n"), "v1_b": ("", "A = 2\n"), "one1_a": ('PARENT = "v0"', own),
+            "two1_a": ('PARENT = "one1"', own), "three1_a": ('PARENT = "v0"', copied)}  # fmt: skip
+    for name, (parent, code) in tree.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"{parent}\n")
+        (tmp_path / name / "forward.py").write_text(code)
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
+    monkeypatch.setitem(globals(), "STEPS", stages.names())
+    assert shared_by_tracks() == [("one1_a/forward.py: f", "three1_a/forward.py: g")]
+    (tmp_path / "v1_b" / "forward.py").write_text(own)
+    assert ("one1_a/forward.py: f", "v1_b/forward.py: f") in shared_by_tracks()
 
 
 def stage_with(parent, directory):
@@ -155,10 +219,10 @@ def stage_with(parent, directory):
     return name
 
 
-@pytest.mark.parametrize("recorded", ["v29", "v29_short_tiles"])
+@pytest.mark.parametrize("recorded", ["v3", "v3_fa2_causal"])
 def test_a_stage_records_its_parent(recorded, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
-    assert stages.parent(stage_with(recorded, tmp_path)) == "v29_short_tiles"
+    assert stages.parent(stage_with(recorded, tmp_path)) == "v3_fa2_causal"
 
 
 def test_a_parent_that_is_not_there(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Compile a stage's kernels without a GPU, and report their registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
-    python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # has the compiled code changed since HEAD~3?
+    python -m common.measure.aot --stage v5 --arch 90 --against HEAD~3   # has the compiled code changed since HEAD~3?
 
 This program calls the stage's `forward` and `backward` on tensors that have no data. `StandInDriver` replaces Triton's driver
 and describes the chosen GPU. So Triton compiles every kernel for that GPU, but runs none.

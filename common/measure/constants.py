@@ -1,10 +1,10 @@
-"""Measure the constants by which the newest stage's forward divides its work.
+"""Measure the constants by which a forward's plan divides the work.
 
     python -m common.measure.constants results/constants-h100.json   # on a Hopper GPU
     make table FILE=results/constants-h100.json
 
 The host decides from constants, such as `FEW_SQUARES` in `forward_plan.py`. For each decision, this program forces every
-choice and times forwards. The table compares the host's own choice with the fastest choice.
+choice and times forwards of the last stage of a track. The table compares the host's own choice with the fastest choice.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from common.measure.workloads import Workload, paper_shape
 from common.operator import HEAD_DIMS
 from common.runtime import DEVICE
 
-NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
 ALWAYS, NEVER = 2**30, -(2**30)
 
 
@@ -33,6 +32,7 @@ ALWAYS, NEVER = 2**30, -(2**30)
 class Decision:
     """A decision of the host, with the choices to measure."""
 
+    track: str  # the decision is measured on the last stage of this track
     about: str
     choices: tuple[int, ...]
     names: Callable[[int], dict]  # a choice -> global variables of the forward that force it
@@ -42,7 +42,7 @@ class Decision:
 
 DECISIONS = {
     "splits": Decision(
-        "into how many splits to divide the keys of one query (`splits_of`)",
+        "decode", "into how many splits to divide the keys of one query (`splits_of`)",
         (1, 2, 4, 8, 16, 32, 64, 128), lambda number: {"splits_of": lambda *_: number}, lambda plan: plan.splits,
         [
             Workload("fwd", batch, heads, 1, head_dim, False, "bfloat16", kv_heads=kv_heads, kv_len=kv_len)
@@ -52,7 +52,7 @@ DECISIONS = {
         ],
     ),
     "running": Decision(
-        "whether to keep a running maximum instead of guessing it (`SHORT`, `FEW_KEY_TILES`)",
+        "guess", "whether to keep a running maximum instead of guessing it (`SHORT`, `FEW_KEY_TILES`)",
         (0, 1), lambda choice: {"SHORT": dict.fromkeys(HEAD_DIMS, ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
         [  # a batch of None has as many sequences as the papers' workloads
             Workload("fwd", batch or paper_shape(seq_len, head_dim)[0], 2048 // head_dim, seq_len, head_dim, causal, "float16")
@@ -64,11 +64,18 @@ DECISIONS = {
 }  # fmt: skip
 
 
+def stage_of(key: str) -> str:
+    """Return the stage on which a decision is measured. Raise SystemExit if its track has no stage."""
+    if not (line := stages.line(DECISIONS[key].track)):
+        raise SystemExit(f"{key} cannot be measured, because no stage is of the track {DECISIONS[key].track!r}")
+    return line[-1]
+
+
 @contextlib.contextmanager
 def forced(key: str, choice: int | None):
-    """Enter a context in which the newest stage makes a choice. With None, the host decides. Yield the list of all plans."""
-    files = stages.files("forward", NEWEST)
-    modules = [importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}") for file in files]
+    """Enter a context in which `stage_of(key)` makes a choice. With None, the host decides. Yield the list of all plans."""
+    name = stage_of(key)
+    modules = [importlib.import_module(f"stages.{name}.{file.removesuffix('.py')}") for file in stages.files("forward", name)]
     plan, plans = next(module.plan for module in modules if hasattr(module, "plan")), []
 
     def watched(*args):
@@ -77,9 +84,9 @@ def forced(key: str, choice: int | None):
 
     values = {"plan": watched} | ({} if choice is None else DECISIONS[key].names(choice))
     with contextlib.ExitStack() as stack:
-        for module, (name, value) in itertools.product(modules, values.items()):
-            if hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, value))
+        for module, (variable, value) in itertools.product(modules, values.items()):
+            if hasattr(module, variable):
+                stack.enter_context(mock.patch.object(module, variable, value))
         # A replay would repeat an earlier choice.
         stack.enter_context(mock.patch.object(recording, "is_watched", lambda: True))
         yield plans
@@ -87,17 +94,17 @@ def forced(key: str, choice: int | None):
 
 def measure(key: str, workload: Workload, timer: GpuTimer) -> dict:
     """Return the microseconds of a forward for each choice, and the host's own choice."""
-    inputs, decision, times = workload.inputs(), DECISIONS[key], {}
+    inputs, decision, name, times = workload.inputs(), DECISIONS[key], stage_of(key), {}
     with forced(key, None) as plans:
-        timed_call(NEWEST, workload, inputs)()
+        timed_call(name, workload, inputs)()
     own = decision.own(plans[0])
     for choice in sorted({*decision.choices, own}):
         with forced(key, choice):
-            call = timed_call(NEWEST, workload, inputs)
+            call = timed_call(name, workload, inputs)
             call()
             seconds, _ = timer.measure(call)
         times[choice] = round(statistics.median(seconds) * 1e6, 2)
-    return {"decision": key, **workload.record(), "own": own, "us": times}
+    return {"decision": key, "impl": name, **workload.record(), "own": own, "us": times}
 
 
 def main(argv: list[str]):
@@ -108,8 +115,9 @@ def main(argv: list[str]):
     options = parser.parse_args(argv)
     if DEVICE != "cuda":
         raise SystemExit("measuring the constants needs a GPU, and there is none")
-    if reason := stages.unavailable(NEWEST):
-        raise SystemExit(f"{NEWEST} {reason}")
+    for name in map(stage_of, options.decision):
+        if reason := stages.unavailable(name):
+            raise SystemExit(f"{name} {reason}")
     timer, cases = GpuTimer(), []
     for key in options.decision:
         for workload in DECISIONS[key].workloads:

@@ -44,10 +44,10 @@ def summary(records: list[dict], about: str | None = None) -> str:
 
     Args:
         records: all records of a run without a GPU, including failures.
-        about: the stage; None means the run's newest stage.
+        about: the stage; None means the newest stage, or the last one of a run without it.
     """
     impls = sorted({record["impl"] for record in records}, key=stage_order)
-    about = about or impls[-1]
+    about = about or (stages.newest() if stages.newest() in impls else impls[-1])
     parent = stages.parent(about) if stages.position(about) else None
     if not {about, parent} <= {*impls}:
         return ""

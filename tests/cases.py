@@ -55,9 +55,8 @@ def in_full() -> frozenset[str]:
     """
     if not INTERPRETED:
         return frozenset(stages.names())
-    line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    plain_triton = [name for name in line if not needs_hopper(name) and not tuners(stages.load(name))]
-    return frozenset({plain_triton[-1], line[-1]})
+    plain_triton = [name for name in stages.line() if not needs_hopper(name) and not tuners(stages.load(name))]
+    return frozenset({plain_triton[-1], stages.newest()})
 
 
 def tested(every: bool = False) -> list[str]:
@@ -136,6 +135,11 @@ def parts() -> list[Part]:
 def guessing() -> list[str]:
     """Return the stages whose forwards guess the maximum, each distinct forward once."""
     return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
+
+
+def first_with(text: str, pass_: str) -> str:
+    """Return the first stage of the trunk whose code for a pass has this text."""
+    return next(name for name in stages.line() if any(text in code for code in sources(name, pass_).values()))
 
 
 def sources(name: str, pass_: str) -> dict[str, str]:

@@ -10,9 +10,8 @@ from common.measure import aot
 from common.operator import HEAD_DIMS
 
 NAMES = stages.names()
-ROAD = [name for name in NAMES if not stages.is_dead_end(name)]
-HOPPER = [name for name in ROAD if hasattr(stages.load(name), "unavailable")]
-ANYWHERE = [name for name in ROAD if name not in HOPPER]
+HOPPER = [name for name in NAMES if hasattr(stages.load(name), "unavailable")]
+ANYWHERE = [name for name in stages.line() if name not in HOPPER]
 BOTH = (True, False)
 SELECTIONS = {
     "hopper": {"arch": (90,)},
@@ -24,7 +23,7 @@ SELECTIONS = {
     "every-problem": {"dtype": ("float16", "bfloat16", "float32"), "head_dim": HEAD_DIMS, "causal": BOTH},
 }
 CHOSEN = [  # the default run compiles only the newest stage, and the newest stage that needs no Hopper GPU
-    (ROAD[-1], {"arch": (90,), "head_dim": (64,)}), (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
+    (stages.newest(), {"arch": (90,), "head_dim": (64,)}), (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
     *(
         pytest.param(name, SELECTIONS[key], marks=pytest.mark.long, id=f"{name}-{key}")
         for name, key in itertools.product(NAMES, SELECTIONS)

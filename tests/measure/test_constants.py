@@ -1,45 +1,62 @@
-"""Forced choices reach the newest stage's plan, and the host chooses what was fast."""
+"""Forced choices reach the plan of the stage on which they are measured, and the host chooses what was fast."""
 
+import inspect
 import json
 
 import pytest
 from cases import names_in
 
+import stages
 from common import recording
 from common.measure import constants
 from common.measure.workloads import Workload
 from common.show.results import ROOT
 
-PLANS = {  # decision -> arguments of `plan` for which the host has this decision
-    "splits": (1, 16, 16, 1, 65536, 0, False, 64, 64, 132),
-    "running": (4, 16, 16, 4096, 4096, 0, False, 128, 128, 132),
+PROBLEMS = {  # decision -> a problem for which the host has this decision
+    "splits": Workload("fwd", 1, 16, 1, 64, False, "bfloat16", kv_len=65536),
+    "running": Workload("fwd", 4, 16, 4096, 128, False, "float16"),
 }
 
 
-@pytest.mark.parametrize(("key", "choice"), [(key, choice) for key in PLANS for choice in constants.DECISIONS[key].choices])
-def test_a_forced_choice_is_in_the_plan(key, choice):
-    plan = names_in(constants.NEWEST)["plan"]
-    with constants.forced(key, choice) as plans:
-        names_in(constants.NEWEST)["plan"](*PLANS[key])
-        assert recording.is_watched()
-    assert constants.DECISIONS[key].own(plans[0]) == choice
-    assert names_in(constants.NEWEST)["plan"] is plan  # nothing stays forced
+@pytest.fixture(params=constants.DECISIONS)
+def key(request):
+    """A decision. The test is skipped if the tree has no stage with it."""
+    if not stages.line(constants.DECISIONS[request.param].track):
+        pytest.skip("no stage of the tree has this decision")
+    return request.param
 
 
-def test_the_host_decides_if_nothing_is_forced():
-    with constants.forced("splits", None) as plans:
-        cut = names_in(constants.NEWEST)["plan"](*PLANS["splits"])
-    assert plans == [cut] and cut.splits > 1
+def problem(key, work):
+    """Return the arguments of the plan function of a decision's stage, for a workload on a GPU with 132 SMs."""
+    given = {name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "causal")}
+    given |= {"seq_q": work.seq_len, "keys": work.kv_len, "diagonal": 0, "programs": 132}
+    return [given[name] for name in inspect.signature(names_in(constants.stage_of(key))["plan"]).parameters]
 
 
-@pytest.mark.parametrize(("gpu", "workloads"), [("h100", 72), ("h200", 71)])
-def test_the_host_chooses_what_was_fast(gpu, workloads):
-    """A running maximum or a guess: the newest stage's choice takes at most 2 % longer than the faster one."""
-    plan = names_in(constants.NEWEST)["plan"]
+def test_a_forced_choice_is_in_the_plan(key):
+    names, arguments = names_in(constants.stage_of(key)), problem(key, PROBLEMS[key])
+    plan = names["plan"]
+    for choice in constants.DECISIONS[key].choices:
+        with constants.forced(key, choice) as plans:
+            names["plan"](*arguments)
+            assert recording.is_watched()
+        assert constants.DECISIONS[key].own(plans[0]) == choice
+        assert names["plan"] is plan  # nothing stays forced
+    with constants.forced(key, None) as plans:
+        assert plans == [] and names["plan"](*arguments) == plans[0]
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_host_chooses_what_was_fast(key, gpu):
+    """The stage's own choice takes at most 2 % longer than the fastest one, if the saved times are of this stage."""
     cases = json.loads((ROOT / "results" / f"constants-{gpu}.json").read_text())["cases"]
-    cases = [case for case in cases if case["decision"] == "running"]
-    assert len(cases) == workloads
+    cases = [case for case in cases if case["decision"] == key == "running" and case.get("impl") == constants.stage_of(key)]
     for case in cases:
-        w = Workload.of(case)
-        cut = plan(w.batch, w.heads, w.kv_heads, w.seq_len, w.kv_len, 0, w.causal, w.head_dim, w.value_dim, 132)
-        assert case["us"][str(int(cut.short))] <= 1.02 * min(case["us"].values()), w.label
+        own = constants.DECISIONS[key].own(names_in(case["impl"])["plan"](*problem(key, Workload.of(case))))
+        assert case["us"][str(own)] <= 1.02 * min(case["us"].values()), Workload.of(case).label
+
+
+def test_a_decision_of_no_stage_is_named(monkeypatch):
+    monkeypatch.setattr(stages, "line", lambda track: [])
+    with pytest.raises(SystemExit, match="splits cannot be measured, because no stage is of the track 'decode'"):
+        constants.stage_of("splits")

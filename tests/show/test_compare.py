@@ -113,12 +113,12 @@ def test_two_files_and_one_stage_make_one_table(saved, capsys):
 
 
 def test_a_pass_that_a_run_skipped_has_its_parents_times(capsys):
-    """The run of results/ skips v35's forward, because it is v34's."""
+    """The run of results/ skips v5's forward, because it is v4's."""
     file = str(results.run_file("forward-d128"))
-    compare.main([file, file, "--stage", "v35"])
-    v35 = rows(capsys.readouterr().out)
-    compare.main([file, file, "--stage", "v34"])
-    assert v35 == rows(capsys.readouterr().out) and len(v35) == 6 and all(row[3] == "1.00" for row in v35)
+    compare.main([file, file, "--stage", "v5"])
+    v5 = rows(capsys.readouterr().out)
+    compare.main([file, file, "--stage", "v4"])
+    assert v5 == rows(capsys.readouterr().out) and len(v5) == 6 and all(row[3] == "1.00" for row in v5)
 
 
 def test_runs_have_ids_and_names_and_the_headers_tell_them_apart(saved, capsys):

@@ -142,7 +142,20 @@ def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(root):
     assert results.gain([only], V2, V1, "bwd", 64)[0].mean == 1
     held = [only.holds(name, results.mean_over("bwd", 64)) for name in (V0, V1, V2, V3)]
     assert held == [False, True, True, False] and only.noise == {}
-    assert not results.same_code("v12_gone", "v13_gone", "fwd")
+    assert not results.same_code("v98_gone", "v99_gone", "fwd")
+
+
+def test_records_of_a_moved_stage_are_the_stage_s_and_those_of_others_are_left_out(root):
+    """v1 was called v7_old, and v2 took in two stages. The run measured v7_old twice."""
+    for name, was in ((V1, "v7_old"), (V2, "v8_one v9_two")):
+        (root / "stages" / name / "__init__.py").write_text(f'WAS = "{was}"\n')
+    names = ["sdpa-cudnn", "v7_old", "v7_old (again)", "v8_one", "v9_two", "v99_gone", V3]
+    found = [record | {"source": "0"} for name in names for record in records(name, 2.0)]
+    write(root / "results" / "old.json", "2026-01-04", found)
+    (only,) = results.runs()
+    assert [*dict.fromkeys(record["impl"] for record in results.present(found))] == ["sdpa-cudnn", V1, f"{V1} (again)", V3]
+    assert only.noise.keys() == {"fwd", "bwd"}
+    assert results.gain([only], V1, V3, "fwd", 64)[0].changed  # the code is not what it was under the old name
 
 
 @pytest.mark.parametrize("text", [None, "", '{"benchmarks": ['], ids=["missing", "empty", "half-written"])

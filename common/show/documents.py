@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import stages
@@ -117,50 +117,32 @@ def trunk_gains(name: str) -> str:
         return f"The table shows milliseconds ({where}).\n\n{_step_table(rows, headers)}"
     gpus = ((span, traffic.GPUS.get(results.gpu_of(run.machine).lower())) for span, run in used.items() if run)
     forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus if gpu}
-    by = [f"[predicted]({PREDICTION})"] * any(forecasts.values())
-    if by:
-        headers.insert(0, PREDICTED)
-        rows = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}
-    by += [f"measured ({where}{results.CHANGED * any(changed)})"] if where else []
+    rows = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}
+    by = [f"[predicted]({PREDICTION})", *([f"measured ({where}{results.CHANGED * any(changed)})"] if where else [])]
     missing = dict.fromkeys(f"{PASS_NAMES[span[0]]}, D = {span[1]}" for span, run in used.items() if not run)
     caption = [f"Speed over {results.spoken(parent)}: {', '.join(by)}."]
     caption += [f"Not measured against {results.spoken(parent)} yet: {'; '.join(missing)}."] if missing else []
-    table = _step_table(rows, headers)
+    table = _step_table(rows, [PREDICTED, *headers])
     return f"{' '.join([*caption, *legend(table)])}\n\n{table}"
 
 
-def _scores(work: Workload) -> tuple:
-    """Return what distinguishes a workload's scores, as a sortable tuple."""
-    return work.sink, work.sink_key, -1 if work.sink_head is None else work.sink_head, work.score_std
+def _words(work: Workload) -> tuple[str, ...]:
+    """Return the properties of a workload in words: two workloads of a track may differ in each."""
+    return (
+        PASS_NAMES[work.pass_], f"D = {work.head_dim}", f"S = {work.seq_len}", f"Sk = {work.kv_len}", mask(work.causal),
+        f"H / Hkv = {work.heads // work.kv_heads}", f"B = {work.batch}", work.dtype,
+        work.label.partition(f" {work.dtype} ")[2] or "narrow scores",
+    )  # fmt: skip
 
 
-def _scores_in_words(sink: float, key: int, head: int, spread: float) -> str:
-    where = f" at key {key}" * (key > 0) + f" in head {head}" * (head >= 0)
-    return f"sink of {sink:g} nats{where}" if sink else f"deviation {spread:g}"
-
-
-GROUPS = (  # the properties by which `track_gains` groups workloads: a property's value, and the value in words
-    (lambda work: work.pass_, PASS_NAMES.get),
-    (lambda work: work.head_dim, "D = {}".format),
-    (lambda work: work.seq_len, "S = {}".format),
-    (lambda work: work.kv_len, "Sk = {}".format),
-    (lambda work: work.causal, mask),
-    (lambda work: work.heads // work.kv_heads, "H / Hkv = {}".format),
-    (lambda work: work.batch, "B = {}".format),
-    (lambda work: work.dtype, str),
-    (_scores, lambda scores: _scores_in_words(*scores)),
-)
-
-
-def groups(works: Iterable[Workload]) -> dict[str, list[Workload]]:
+def groups(works: list[Workload]) -> dict[str, list[Workload]]:
     """Group workloads by each property that tells more than the properties before it. Return the groups by their names."""
-    works, kept, found = list(works), [], {"all workloads": list(works)}
-    for value, in_words in GROUPS:
-        values = {value(work) for work in works}
-        tells = (len({(old(work), value(work)) for work in works}) > len(set(map(old, works))) for old in kept)
-        if len(values) > 1 and all(tells):
-            kept.append(value)
-            found |= {in_words(each): [work for work in works if value(work) == each] for each in sorted(values)}
+    kept, found = [], {"all workloads": works}
+    for words in zip(*map(_words, works), strict=True):
+        if len(set(words)) > 1 and all(len({*zip(old, words, strict=True)}) > len(set(old)) for old in kept):
+            kept.append(words)
+            for work, word in zip(works, words, strict=True):
+                found.setdefault(word, []).append(work)
     return found
 
 
@@ -168,7 +150,7 @@ def track_gains(name: str) -> str:
     """Format a step's measured gain on its track's benchmark: over all workloads, then over groups of workloads."""
     key = stages.track(name)
     found, parent, first = tracks.runs_of(key), stages.parent(name), stages.parent(stages.line(key)[0])
-    works = dict.fromkeys(work for run in found for work in run.works if work.pass_ in _passes(name))
+    works = list(dict.fromkeys(work for run in found for work in run.works if work.pass_ in _passes(name)))
     columns = {f"× {results.spoken(old)}": old for old in dict.fromkeys((parent, first))}
     rows = {}
     for words, group in groups(works).items():
@@ -223,8 +205,8 @@ def tables_of(path: Path) -> str:
             result["cases"] = results.present(result["cases"])
         heading, table = next(kind for field, kind in KINDS.items() if field in fields and "machine_info" in fields)
         return f"# {heading}: {path.stem}\n\n{table(result)}\n"
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-        known = "runs that `make bench` saved have some, and so have most files of results/"
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration):
+        known = "runs that `make bench` saved have some, and so have most files of results/ whose stages still exist"
         raise ValueError(f"{path} has no tables; {known}") from None
 
 

@@ -15,11 +15,11 @@ import stages
 from common.entry import entry
 from common.kernels.tuning import tuners
 from common.measure import digest
-from common.measure.constants import NEVER
 from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
+ALWAYS, NEVER = 2**30, -(2**30)  # limits with which rows are always or never short
 LONG = False  # whether long tests are asked for; conftest.py sets it before the tests are imported
 TILED = (40, 100)  # (queries, keys) of a small problem: the last tiles are not full, and most queries see several key tiles
 

@@ -119,9 +119,7 @@ def trunk_gains(name: str) -> str:
     forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus if gpu}
     rows = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}
     by = [f"[predicted]({PREDICTION})", *([f"measured ({where}{results.CHANGED * any(changed)})"] if where else [])]
-    missing = dict.fromkeys(f"{PASS_NAMES[span[0]]}, D = {span[1]}" for span, run in used.items() if not run)
     caption = [f"Speed over {results.spoken(parent)}: {', '.join(by)}."]
-    caption += [f"Not measured against {results.spoken(parent)} yet: {'; '.join(missing)}."] if missing else []
     table = _step_table(rows, [PREDICTED, *headers])
     return f"{' '.join([*caption, *legend(table)])}\n\n{table}"
 
@@ -216,7 +214,7 @@ def step_hunk() -> str:
     for name in map(stages.resolve, ("v4", "v5")):
         text = stages.source(name, "backward.py")
         kernel = next(node for node in ast.parse(text).body if getattr(node, "name", "") == "_accumulate_dkv")
-        versions.append(ast.get_source_segment(text, kernel).splitlines())
+        versions.append(text.splitlines()[kernel.body[0].lineno : kernel.end_lineno])  # without the parameters
     lines = list(difflib.unified_diff(*versions, n=0, lineterm=""))[2:]
     return "```diff\n{}\n```".format("\n".join(line for line in lines if not line.startswith("@@")))
 

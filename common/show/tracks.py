@@ -34,10 +34,7 @@ def read(key: str | None) -> Track | None:
     if not path or not path.exists():
         return None
     try:
-        found = tomllib.loads(path.read_text())
-        return Track(pass_=found.pop("pass"), **found)
-    except KeyError as error:
-        raise SystemExit(f"{path}: {error} is missing") from None
+        return Track(**{name.replace("pass", "pass_"): value for name, value in tomllib.loads(path.read_text()).items()})
     except (TypeError, ValueError) as error:
         raise SystemExit(f"{path}: {error}") from None
 

@@ -16,11 +16,11 @@ import stages
 from common.entry import entry
 from common.kernels.tuning import tuners
 from common.measure import digest
-from common.measure.constants import NEVER
 from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
+ALWAYS, NEVER = 2**30, -(2**30)  # limits with which rows are always or never short
 LONG = False  # whether long tests are asked for; conftest.py sets it before the tests are imported
 TILED = (40, 100)  # (queries, keys) of a small problem: the last tiles are not full, and most queries see several key tiles
 
@@ -143,6 +143,11 @@ def parts() -> list[Part]:
 def guessing() -> list[str]:
     """Return the stages whose forwards guess the maximum, each distinct forward once."""
     return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
+
+
+def first_with(text: str, pass_: str) -> str:
+    """Return the first stage of the trunk whose code for a pass has this text."""
+    return next(name for name in stages.line() if any(text in code for code in sources(name, pass_).values()))
 
 
 def sources(name: str, pass_: str) -> dict[str, str]:

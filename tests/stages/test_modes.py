@@ -7,11 +7,10 @@ maximum. The host chooses by shape, and for most small problems it chooses "runn
 import json
 
 import pytest
-from cases import available, make_inputs, names_in, never_short, once, set_names
+from cases import ALWAYS, available, make_inputs, names_in, never_short, once, set_names
 
 import stages
 from common import recording
-from common.measure.constants import ALWAYS
 from common.measure.reference import assert_correct, plain, truth
 from common.measure.workloads import Workload
 from common.operator import diagonal

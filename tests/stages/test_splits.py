@@ -7,11 +7,10 @@ import itertools
 
 import pytest
 import torch
-from cases import LONG, available, by_functions, make_inputs, names_in, once, once_by_file, set_names
+from cases import LONG, NEVER, available, by_functions, make_inputs, names_in, once, once_by_file, set_names
 
 import stages
 from common import recording
-from common.measure.constants import NEVER
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
@@ -222,7 +221,10 @@ def test_second_tiles_in_fixed_strides(name, monkeypatch):
         assert_correct(*forward(stages.load(name), *make_inputs(1, 300, 64, batch=1, heads=8)[:3]))
 
 
-@pytest.mark.parametrize("name", once_by_file([name for name in stages.names() if "mean_keys" in names_in(name)], "forward_plan.py"))
+AVERAGING = once_by_file([name for name in stages.names() if "mean_keys" in names_in(name)], "forward_plan.py")
+
+
+@pytest.mark.parametrize("name", AVERAGING)
 @pytest.mark.parametrize("queries", [64, 128, 256])
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "diagonal"),

@@ -176,7 +176,7 @@ def _accumulate(
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
     """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
-    # NOTE: the consumers idle until K and V arrive; v38 loads K and V while the previous tile is computed.
+    # NOTE: the consumers idle until K and V arrive; shortbwd3 loads K and V while the previous tile is computed.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]

@@ -7,7 +7,7 @@ from .backward import backward
 from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
-PARENT = "v25"
+PARENT = "v26"
 WAS = "v53_short_forward"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at

@@ -13,21 +13,22 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _accumulate(
-    dk, dv, k, v, q_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, strides, lo, hi, seq_q, seen_from, scale_log2, scale,
+    dk, dv, k, v, q_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, strides, first, seq_q, seen_from, scale_log2, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are transposed,
-    for the matmuls of dk and dv."""
+    """Add the contribution of the queries from `first` on to one K/V tile's dk and dv, and to dq in memory. P and dS are
+    transposed, for the matmuls of dk and dv."""
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, v.shape[1])
-    for start_m in range(lo, hi, BLOCK_M):
+    for start_m in range(first, seq_q, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         in_q = offs_m[:, None] < seq_q
         q = tl.load(tile_ptrs(q_ptr, strides.q, offs_m, offs_d), mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
-        p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
-        p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
+        p_t = s_t * scale_log2 - lse_log2[None, :]
+        p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
+        p_t = tl.exp2(p_t)
         do = tl.load(tile_ptrs(do_ptr, strides.do, offs_m, offs_v), mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -82,7 +83,7 @@ def _backward_kernel(
             rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
             dk, dv = _accumulate(
                 dk, dv, k, v, q_head, out_head, do_head, dq_head, lse_ptr + rows, strides,
-                first, seq_q, seq_q, seen_from, scale_log2, scale, HEAD_DIM, BLOCK_M, PRECISION,
+                first, seq_q, seen_from, scale_log2, scale, HEAD_DIM, BLOCK_M, PRECISION,
             )  # fmt: skip
 
         dk *= scale

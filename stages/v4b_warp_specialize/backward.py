@@ -23,12 +23,13 @@ def _accumulate_dq(
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, do.shape[1])
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        p = tl.exp2(s * scale_log2 - lse_log2[:, None])
+        p = s * scale_log2 - lse_log2[:, None]
         if MASKED:
             visible = offs_n[None, :] < seq_k
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
-            p = tl.where(visible, p, 0.0)
+            p = tl.where(visible, p, float("-inf"))
+        p = tl.exp2(p)
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
@@ -109,9 +110,10 @@ def _accumulate_dkv(
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
-        p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
+        p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
-            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
+            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
+        p_t = tl.exp2(p_t)
         do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]

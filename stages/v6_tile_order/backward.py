@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2). A kernel computes delta, line 4 of the algorithm, once."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors."""
 
 import torch
 import triton
@@ -9,23 +9,9 @@ from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
 from common.layout import empty_rows
 
+from .backward_prepare import DELTA_ROWS, _delta_kernel
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-DELTA_ROWS = 64  # rows per program of the delta kernel
-
-
-@triton.jit
-def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Compute delta = rowsum(dO * O), [B, H, Sq] float32, which the softmax's gradient subtracts from each row of dP."""
-    tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M
-    batch_head = tl.program_id(0) // tiles_m
-    batch = batch_head // heads
-    head = batch_head % heads
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(delta_ptr + batch_head.to(tl.int64) * seq_q + offs_m, delta, mask=offs_m < seq_q)
 
 
 @triton.jit
@@ -37,16 +23,17 @@ def _accumulate_dq(
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
-        # NOTE: S and dP are computed here and again in `_dkv_kernel`; v7 computes dQ there.
+        # NOTE: S and dP are computed here and again in `_dkv_kernel`; v9 computes dQ there.
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, do.shape[1])
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        p = tl.exp2(s * scale_log2 - lse_log2[:, None])
+        p = s * scale_log2 - lse_log2[:, None]
         if MASKED:
             visible = offs_n[None, :] < seq_k
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
-            p = tl.where(visible, p, 0.0)
+            p = tl.where(visible, p, float("-inf"))
+        p = tl.exp2(p)
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
@@ -126,9 +113,10 @@ def _accumulate_dkv(
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
-        p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
+        p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
-            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
+            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
+        p_t = tl.exp2(p_t)
         do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]

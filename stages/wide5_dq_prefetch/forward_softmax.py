@@ -73,7 +73,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
         else:  # more consumers keep the tensor cores busy, even if each waits for both of its matmuls
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # NOTE: every tile computes a new maximum, and usually rescales by 1; v26 keeps the first tile's maximum.
+        # NOTE: every tile computes a new maximum, and usually rescales by 1; guess1 keeps the first tile's maximum.
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc

@@ -1,0 +1,15 @@
+"""Tile sizes of the backward fixed by hand for Hopper."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
+
+# Spilled bytes per thread. dK, dV, S and dP leave few registers in the backward at D = 128.
+SPILLED_BYTES = 312
+UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
+
+attention = make_attention(__name__, forward, backward)

@@ -1,0 +1,257 @@
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from common.kernels.descriptors import describe
+from common.kernels.hopper import (
+    LOG2_E,
+    async_reduce_add,
+    describe_rows,
+    describe_tile,
+    new_barriers,
+    require_hopper,
+    slot_and_phase,
+    widened,
+)
+from common.layout import empty_rows
+from stages.v6_tile_order.backward import backward as backward_of_v6
+
+from .backward_prepare import _finish_kernel, _prepare_kernel
+from .backward_scheduler import BLOCK_N, Problem, _query_tile, _tile
+
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
+    sums: tma.tensor_descriptor  # dQ's accumulator
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+
+
+class KeysValues(NamedTuple):
+    """Buffers in shared memory: K and V, then dK and dV until TMA has stored them."""
+
+    k: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
+
+
+class Ring(NamedTuple):
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots."""
+
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
+    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
+
+
+class DsRing(NamedTuple):
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
+
+    ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+
+
+@gluon.jit
+def _load(tensors, tile, ring, step):
+    """Start to load a step's Q and dO, with LSE and delta, into free buffers."""
+    STAGES: gl.constexpr = ring.q.shape[0]
+    slot, _ = slot_and_phase(step, STAGES)
+    head, number, row = _query_tile(step, tile)
+    where = [tile.batch, head, number * ring.q.shape[3], 0]
+    mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+    tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+    mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
+
+
+@gluon.jit
+def _add_dq(tensors, ds_ring, kv, row):
+    """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
+    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    PARTS: gl.constexpr = ds_ring.dq.shape[0]
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
+    zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        ds_t = ds_ring.ds.index(0).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
+        k = kv.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+        dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
+        # bank conflicts.
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        tma.store_wait(PARTS - 1)
+        ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
+        fence_async_shared()
+        async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
+
+
+@gluon.jit
+def _accumulate(
+    dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, lo, hi, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add the contribution of the steps [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
+    transposed, so that they enter the matmuls for dV and dK from registers."""
+    STAGES: gl.constexpr = ring.q.shape[0]
+    ROWS: gl.constexpr = dk.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = ring.q.shape[4]
+    VALUE_DIM: gl.constexpr = ring.do.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    dtype: gl.constexpr = ring.q.dtype
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    if MASKED:
+        # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
+        offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
+    for step in range(lo, hi):
+        slot, phase = slot_and_phase(step, STAGES)
+        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        mbarrier.wait(ring.q_full.index(slot), phase)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+        lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+        p_t = s_t * scale_log2 - lse_log2
+        if MASKED:
+            _, number, _ = _query_tile(step, tile)
+            offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+            p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
+        p_t = gl.exp2(p_t).to(dtype)
+        mbarrier.wait(ring.do_full.index(slot), phase)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        dv = warpgroup_mma_wait(0, [dv])
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
+        delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
+        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_ring.ds.index(0).store(ds_t)
+        fence_async_shared()
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        dk = warpgroup_mma_wait(0, [dk])
+        if step + STAGES < tile.steps:
+            _load(tensors, tile, ring, step + STAGES)
+        _, _, row = _query_tile(step, tile)
+        _add_dq(tensors, ds_ring, kv, row)
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
+    """Compute a CTA's part of the gradients."""
+    ROWS: gl.constexpr = kv.k.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    k = kv.k.index(0).reshape([ROWS, HEAD_DIM])
+    v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
+    scale_log2 = problem.scale * LOG2_E
+    mbarrier.wait(kv.full.index(0), 0)
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
+
+    # dV and dK go into the buffers of V and K, and TMA stores them from there.
+    v.store(dv.to(kv.v.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k.index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+def _backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
+    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, BLOCK_M], ds_layout)
+    PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
+    dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
+    kv_full = new_barriers(1, 1)
+    q_full = new_barriers(STAGES, 1)
+    do_full = new_barriers(STAGES, 1)
+
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    ring = Ring(q_s, do_s, stats_s, q_full, do_full)
+    ds_ring = DsRing(ds_s, dq_s)
+    kv = KeysValues(k_s, v_s, kv_full)
+    mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [tile.batch, tile.kv_head, tile.start_n, 0], kv_full.index(0), k_s.index(0))
+    tma.async_copy_global_to_shared(v_desc, [tile.batch, tile.kv_head, tile.start_n, 0], kv_full.index(0), v_s.index(0))
+    for step in range(gl.minimum(tile.steps, STAGES)):  # `_consumer` loads the other query tiles
+        _load(tensors, tile, ring, step)
+    _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL)
+
+
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
+
+    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
+    It also falls back for D or Dv = 256.
+    """
+    require_hopper(__package__)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
+        return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
+    columns = head_dim  # dQ leaves a CTA in parts of 64 rows and this many columns
+    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    stats = lse.new_empty(tiles_m * 2, block_m)
+    sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    _prepare_kernel[tiles_m,](
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+    )  # fmt: skip
+    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
+        describe_tile(q, block_m), describe_tile(k, 128), describe_tile(v, 128), describe_tile(grad_out, block_m),
+        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
+        describe_tile(dk, 128), describe_tile(dv, 128), scale,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8,
+    )  # fmt: skip
+    _finish_kernel[tiles_m,](
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,14 @@
+"""Each warpgroup of the forward computes 64 rows at its own pace."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["UNORDERED", "attention", "backward", "forward", "unavailable"]
+WAS = "v14_forward_roles"
+
+UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
+
+attention = make_attention(__name__, forward, backward)

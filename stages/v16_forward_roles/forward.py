@@ -1,0 +1,212 @@
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+)
+from common.layout import empty_rows
+from stages.v6_tile_order.forward import forward as forward_of_v6
+
+from .forward_scheduler import Problem, _tile
+from .forward_softmax import _accumulate
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory, as TMA descriptors or pointers."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    out: tma.tensor_descriptor
+    lse: gl.tensor  # pointer to [B, H, Sq]
+
+
+class Queries(NamedTuple):
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
+
+    q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
+    o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+
+
+class Ring(NamedTuple):
+    """K and V in shared memory: a ring buffer with STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
+
+
+@gluon.jit
+def _load(tensors, tile, ring, fill):
+    """Start to load a key tile's K and V into the next slot of the ring, when the consumers have released the slot."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    slot, phase = slot_and_phase(fill, STAGES)
+    where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.full.index(slot), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
+    tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
+
+
+@gluon.jit
+def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
+    """Run on one warp: load Q, and keep the buffers of K and V full."""
+    CONSUMERS: gl.constexpr = queries.q.shape[0]
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
+        where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
+        tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
+    for fill in range(tile.key_tiles):
+        _load(tensors, tile, ring, fill)
+
+
+@gluon.jit
+def _store_out(out, tensors, queries, w, problem, tile, start_m):
+    """Store a consumer's rows of O, from its slot `w` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
+    queries.o.index(w).reshape(out.shape).store(out)
+    fence_async_shared()
+    where = [batch, head, start_m, 0]
+    tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
+
+
+@gluon.jit
+def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on a warpgroup: compute the w-th 64 query rows of the tile."""
+    CONSUMERS: gl.constexpr = queries.q.shape[0]
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
+    scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
+    tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    start_m = tile.start_m + w * ROWS
+    # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
+    # A consumer that ends early never releases the CTA's last tiles. No load needs their slots: they are at most STAGES tiles.
+    seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
+    full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
+
+    offs_m = start_m + gl.arange(0, ROWS, of_rows)
+    acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
+    m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
+    l = gl.zeros([ROWS], gl.float32, of_rows)
+    mbarrier.wait(queries.full.index(w), 0)
+    # NOTE: each matmul reads Q from shared memory again; v18 keeps it in registers.
+    q = queries.q.index(w).reshape([ROWS, HEAD_DIM])  # stays on the chip
+    last = start_m + problem.diagonal  # the last key that the first row sees
+    acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, last, scale_log2, CAUSAL, False)
+    acc, m, l = _accumulate(acc, m, l, q, ring, full, seen, problem, last, scale_log2, CAUSAL, True)
+
+    out = (acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    _store_out(out, tensors, queries, w, problem, tile, start_m)
+    lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
+    gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < problem.seq_q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])
+def _forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
+    batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    tiles_m = gl.cdiv(seq_q, BLOCK_M)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
+    if VALUE_DIM == HEAD_DIM:
+        o_s = q_s  # Q is no longer needed when O is done
+    else:
+        o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
+    q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own slot
+    kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
+    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, lse_ptr)
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
+    queries = Queries(q_s, o_s, q_full)
+    ring = Ring(k_s, v_s, kv_full, kv_empty)
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
+             (_producer, (tensors, queries, ring, problem, CAUSAL))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 2, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 3, CAUSAL)),
+             (_producer, (tensors, queries, ring, problem, CAUSAL))],
+            [4, 4, 4, 1], [112, 112, 112, 24],
+        )  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """Sizes of a work tile, and numbers of buffers."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
+
+
+# TILES is indexed by the larger of D and Dv.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
+}
+
+
+def forward(q, k, v, *, causal, scale, diagonal=0):
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v6.
+
+    Raises:
+        Unavailable: the GPU is not a Hopper GPU.
+    """
+    require_hopper(__package__)
+    if q.dtype == torch.float32:
+        return forward_of_v6(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    out = empty_rows(q, value_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if scale < 0:
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
+    shape = TILES[max(head_dim, value_dim)]
+    _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
+        describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64),
+        lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
+        STAGES=shape.kv_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
+    )  # fmt: skip
+    return out, lse

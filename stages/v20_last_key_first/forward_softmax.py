@@ -1,0 +1,76 @@
+"""A consumer's online softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from common.kernels.hopper import ROWS, slot_and_phase
+
+
+@gluon.jit
+def _scores(q, ring, fill):
+    """Start to compute the scores of a key tile, once its K has arrived."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
+    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
+    offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    visible = (offs_n < seq_k)[None, :]
+    if CAUSAL:
+        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))  # the last key that each row sees
+        visible = visible & (last_n[:, None] >= offs_n[None, :])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being
+    computed.
+
+    Returns acc, m (maximum) and l (sum).
+    """
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    acc_layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
+    # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
+    # or all keys. Therefore only the last key tile needs a mask.
+    start_n = (tiles - 1) * BLOCK_N
+    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
+        s = _visible(s, start_n, problem.seq_k, last, CAUSAL)
+    m = gl.max(s, 1) * scale_log2  # finite, because every row sees this tile's first key
+    p = gl.exp2(s * scale_log2 - m[:, None])
+    l = gl.sum(p, 1)
+    p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
+    slot, _ = slot_and_phase(fill, STAGES)
+    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(ring.empty.index(slot), count=1)
+
+    for _ in range(1, tiles):
+        fill += 1
+        slot, _ = slot_and_phase(fill, STAGES)
+        # NOTE: the softmax lies between the matmuls S and P V; in v21 the two matmuls of a step follow each other.
+        s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        p = gl.exp2(s * scale_log2 - m_new[:, None])
+        rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
+        # NOTE: four threads share a row, and add up their partial sums for every tile; v22 does so once, at the end.
+        l = l * rescale + gl.sum(p, 1)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        m = m_new
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+    return acc, m, l

@@ -1,0 +1,137 @@
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.kernels.descriptors import describe
+from common.kernels.order import tile_and_head
+from common.kernels.tuning import autotune, bucket, configs
+from common.layout import empty_rows
+from stages.v6_tile_order.backward import backward as backward_of_v6
+
+from .backward_prepare import DELTA_ROWS, _delta_kernel
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def _before_launch(args):
+    """Run before each launch, also before the tuner's launches: write the tile sizes of the chosen configuration into the
+    descriptors, and zero dQ's accumulator."""
+    for name, rows, columns in (
+        ("q_desc", "BLOCK_M", "HEAD_DIM"),
+        ("do_desc", "BLOCK_M", "VALUE_DIM"),
+        ("sums_desc", "BLOCK_M", "HEAD_DIM"),
+        ("k_desc", "BLOCK_N", "HEAD_DIM"),
+        ("v_desc", "BLOCK_N", "VALUE_DIM"),
+        ("dk_desc", "BLOCK_N", "HEAD_DIM"),
+        ("dv_desc", "BLOCK_N", "VALUE_DIM"),
+    ):
+        args[name].block_shape = [1, 1, args[rows], args[columns]]
+    args["sums_desc"].base.zero_()
+
+
+@triton.jit
+def _accumulate(
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, sums_desc, batch, head, lo, hi, seq_q, seen_from, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are transposed,
+    for the matmuls of dk and dv."""
+    for start_m in range(lo, hi, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
+        s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
+        p_t = s_t * scale_log2 - lse_log2[None, :]
+        if MASKED:
+            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
+        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits, because float32 would take twice the registers until dS needs P
+        do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
+        dv = tl.dot(p_t, do, dv, input_precision=PRECISION)
+        dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        delta = tl.load(delta_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
+        ds_t = (p_t.to(tl.float32) * (dp_t - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
+        # NOTE: the compiler decides when to wait for a matmul and where its operands lie; v12 makes this explicit.
+        dq = tl.dot(ds_t.T, k, input_precision=PRECISION)  # [BLOCK_M, HEAD_DIM]
+        sums_desc.atomic_add([batch, head, start_m, 0], dq.reshape(1, 1, BLOCK_M, HEAD_DIM))
+    return dk, dv
+
+
+TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
+    (32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3),
+    (32, 32, 8, 1), (16, 32, 8, 1),
+)  # fmt: skip
+
+
+@autotune(configs(TILES, _before_launch))
+@triton.jit
+def _backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, sums_desc, dk_desc, dv_desc, scale,
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(seq_k, BLOCK_N)
+    ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
+    tile, batch_head = tile_and_head(tiles_n, seq_q, ROW_BYTES, CAUSAL)
+    start_n = tile * BLOCK_N
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+
+    k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+    v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
+    scale_log2 = scale * LOG2_E
+    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
+
+    # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
+    # infinite, and infinity times 0 is NaN.
+    seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
+    # First come the tiles that need a mask: the query tiles at the diagonal, or all query tiles if this key tile passes the
+    # last key. Then come the query tiles that see all these keys. They need no mask.
+    first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
+    full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
+    full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)
+    for shared in range(heads_per_kv):  # the query heads that share these keys
+        head = kv_head * heads_per_kv + shared
+        rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
+        dk, dv = _accumulate(
+            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, sums_desc, batch, head,
+            first, tl.minimum(full, seq_q), seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, True, PRECISION,
+        )  # fmt: skip
+        dk, dv = _accumulate(
+            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, sums_desc, batch, head,
+            full, seq_q, seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, False, PRECISION,
+        )  # fmt: skip
+
+    dk *= scale
+    dk_desc.store([batch, kv_head, start_n, 0], dk.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
+    dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
+
+
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
+
+    Under `torch.use_deterministic_algorithms` this falls back to v6, because programs add to dQ in any order.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
+    delta = torch.empty_like(lse)
+    _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
+        describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,
+        heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
+    )  # fmt: skip
+    _backward_kernel[lambda args: (triton.cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
+        describe(q), describe(k), describe(v), describe(grad_out), lse, delta, describe(sums), describe(dk), describe(dv),
+        scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    torch.mul(sums, scale, out=dq)
+    return dq, dk, dv

@@ -115,7 +115,7 @@ def error(call):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
-for name in ("v1", "v3", "v5", "v11", "v53"):
+for name in ("v1", "v3", "v5", stages.line()[12], stages.newest()):
     said = error(lambda: stages.load(name).attention(q, q, q))
     assert said.startswith("Unavailable: kernels need a GPU, and none is here; TRITON_INTERPRET=1"), (name, said)
 assert error(lambda: entry(forward)(q, causal=False, scale=1.0)) == "RuntimeError: not enough memory"

@@ -65,6 +65,7 @@ class Plan(NamedTuple):
     tiles: int  # query tiles of all heads; each is computed once per split
     splits: int
     counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
+    few: bool  # whether rows are few
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
@@ -90,4 +91,4 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits. If
     # squares are few, a counter saves less time than its launch takes.
     counted = not few and splits == 1 and tiles_m > 1 and tiles > programs
-    return Plan(shape, packed, tiles, splits, counted)
+    return Plan(shape, packed, tiles, splits, counted, few)

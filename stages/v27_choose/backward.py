@@ -1,7 +1,7 @@
 """The backward: it calls the backward of the track that suits the head dimension."""
 
 from stages.shortbwd6_first_store.backward import backward as backward_of_shortbwd
-from stages.wide6_wide_overlap.backward import backward as backward_of_wide
+from stages.wide7_wide_overlap.backward import backward as backward_of_wide
 
 
 def chosen_backward(head_dim, value_dim) -> str:

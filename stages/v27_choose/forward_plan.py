@@ -1,7 +1,10 @@
 """The host's choice among forwards: few queries, short rows, or a guess."""
 
+import triton
+
 from common.runtime import num_sms
 from stages.decode4_few_rows.forward_plan import plan as plan_of_decode
+from stages.guess7_short_rows.forward import TILES
 from stages.guess7_short_rows.forward_plan import is_short
 
 
@@ -18,6 +21,7 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     plan = plan_of_decode(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs)
     if plan.few or plan.splits > 1:
         return "decode"
-    if not is_short(batch * heads, seq_q, seq_k, diagonal, causal, width, programs):
+    tiles = triton.cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
+    if not is_short(tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, programs):
         return "guess"
     return "decode" if plan.packed > 1 else "shortfwd"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU has its own archi
 NEWEST = stages.newest()
 
 
-@pytest.mark.parametrize(("arch", "instead"), [(75, "v3"), (80, "v3"), (100, "v7"), (120, "v7"), ("gfx942", "v3")])
+@pytest.mark.parametrize(("arch", "instead"), [(75, "v3"), (80, "v3"), (100, "v6"), (120, "v6"), ("gfx942", "v3")])
 def test_other_gpus_and_the_stage_to_use_instead_are_named(monkeypatch, arch, instead):
     monkeypatch.setattr(stages, "recommended", functools.cache(stages.recommended))  # it takes long, and each call asks
     q, k, v, grad_out = make_inputs(1, 1, 16)

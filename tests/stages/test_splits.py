@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from cases import LONG, NEVER, available, by_functions, make_inputs, names_in, once, once_by_file, set_names
+from cases import LONG, available, by_functions, make_inputs, names_in, once, once_by_file, set_names
 
 import stages
 from common import recording
@@ -27,7 +27,7 @@ def _every_call_by_itself(monkeypatch):
 
 
 def set_splits(monkeypatch, name, number):
-    """Set a stage's number of splits. With FEW_SQUARES = 0, more than 128 query rows use v29's tile sizes."""
+    """Set a stage's number of splits. With FEW_SQUARES = 0, more than 128 query rows use the tile sizes of many rows."""
     set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)
 
 
@@ -238,19 +238,3 @@ def test_mean_number_of_keys(name, seq_q, seq_k, diagonal, queries):
     mean = sum(min(max(end, 0), seq_k) for end in ends) / len(ends)
     keys = min(seq_k, seq_q + diagonal)
     assert names_in(name)["mean_keys"](seq_q, keys, diagonal, queries) == pytest.approx(mean)
-
-
-@pytest.mark.parametrize("name", [name for name in SPLITTING if "SHORT" in names_in(name)])
-def test_long_and_short_work_take_different_ways(name, monkeypatch):
-    """For long work, a stage guesses the maximum and repeats failed tiles. For short work, it keeps a running maximum."""
-    stage = available(name)
-    q, k, v, _ = make_inputs(150, 700, 64, batch=1, heads=2, kv_heads=1)
-    k[:, :, 100] = 40 * q[:, :1, 3]  # the kernel goes from the last key to the first, so it meets the largest scores last
-    for longest, ways in ((NEVER, {"guess", "again"}), (10**6, {"running"})):
-        launched = []
-        kernel = Recorded(stage.forward.__globals__["_forward_kernel"], launched)
-        shorts = dict.fromkeys(names_in(name)["SHORT"], longest)
-        with monkeypatch.context() as patch:
-            set_names(patch, name, FEW_SQUARES=0, SHORT=shorts, _forward_kernel=kernel)
-            assert_correct(*forward(stage, q, k, v))
-        assert {launch["MODE"] for launch in launched} == ways

@@ -44,7 +44,7 @@ def set_share(monkeypatch, function, share):
 def ordered(request, monkeypatch):
     """A stage with an order of tiles, on a pretended GPU with one SM. The L2 cache holds K and V of two heads."""
     set_share(monkeypatch, order.tile_and_head, GROUP * KV_BYTES)
-    set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits
+    set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # the tiles of many rows, and no splits
     monkeypatch.setattr(recording, "is_watched", lambda: True)
     with interpreted_as(Device(num_sms=1)):
         yield stages.load(request.param)

@@ -13,11 +13,17 @@ from common.kernels.hopper import (
     LOG2_E,
     ROWS,
     describe_tile,
+    matrix,
     new_barriers,
     new_ring,
+    per_row,
     require_hopper,
+    signal,
     slot_and_phase,
     store_rows,
+    wait_empty,
+    wait_full,
+    wgmma_layout,
 )
 from common.layout import empty_rows
 from common.runtime import num_sms
@@ -47,8 +53,8 @@ class Queries(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, *Q's tile]
     o: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, *O's tile]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: TMA has stored O
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q has arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumer → producer: TMA has stored O
 
 
 class Ring(NamedTuple):
@@ -56,18 +62,16 @@ class Ring(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: K and V have been read
 
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
     """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
     step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
-    STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    slot = wait_empty(ring.empty, fill)
     mbarrier.expect(ring.full.index(slot), NBYTES)
     if K:
         where = [tile.batch, tile.kv_head, start_n, 0]
@@ -80,11 +84,9 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def _skip(ring, fill, tiles):
     """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
-    STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
-        slot, phase = slot_and_phase(fill, STAGES)
-        mbarrier.wait(ring.full.index(slot), phase)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
+        wait_full(ring.full, fill)
+        signal(ring.empty, fill)
         fill += 1
     return fill
 
@@ -118,7 +120,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
             if w == 0:
-                _load(tensors, tile, ring, fill, start_n, True, False)
+                _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         if tensors.counter is None:
             number += gl.num_programs(0)
         else:
@@ -126,8 +128,8 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
         for _ in range(1, tile.key_tiles):
             fill += 1
             start_n -= tile.step
-            _load(tensors, tile, ring, fill, start_n, True, True)
-        _load(tensors, tile, ring, fill + 1, start_n - tile.step, False, True)
+            _load(tensors, tile, ring, fill, start_n, K=True, V=True)
+        _load(tensors, tile, ring, fill + 1, start_n - tile.step, K=False, V=True)
         fill += 2
         slot, _ = slot_and_phase(turn, Q_STAGES)
         _pass_on(number, next_tiles, slot)
@@ -159,15 +161,14 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
-    STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
+    acc_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
@@ -196,7 +197,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         slot, phase = slot_and_phase(turn, Q_STAGES)
         own = slot * CONSUMERS + w  # this consumer's slot of `queries`
         mbarrier.wait(queries.full.index(own), phase)
-        q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
+        q_buffer = matrix(queries.q.index(own))
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
         fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
@@ -212,12 +213,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
         gl.store(lse_ptrs, lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
-        normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
+        normalize = per_row(1.0 / l, acc_layout)
         slot, phase = slot_and_phase(turn, Q_STAGES)
         number = _next(next_tiles, slot, phase)
         acc = warpgroup_mma_wait(0, [acc])
-        kv_slot, _ = slot_and_phase(fill, STAGES)
-        mbarrier.arrive(ring.empty.index(kv_slot), count=1)
+        signal(ring.empty, fill)
         fill += 1
         _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED)
         if Q_STAGES == 1:
@@ -261,7 +261,7 @@ def _forward_kernel(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),
              (_consumer, (tensors, queries, ring, next_tiles, problem, 1, CAUSAL)),
              (_producer, (tensors, queries, ring, next_tiles, problem, CAUSAL))],
-            [4, 1], [240, 24],
+            [4, 1], [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -270,7 +270,7 @@ def _forward_kernel(
              (_consumer, (tensors, queries, ring, next_tiles, problem, 2, CAUSAL)),
              (_consumer, (tensors, queries, ring, next_tiles, problem, 3, CAUSAL)),
              (_producer, (tensors, queries, ring, next_tiles, problem, CAUSAL))],
-            [4, 4, 4, 1], [112, 112, 112, 24],
+            [4, 4, 4, 1], [112, 112, 112, 24],  # 5 × maxnreg = 480 = 120 (the first role gets the rest) + 3 × 112 + 24
         )  # fmt: skip
 
 

@@ -4,20 +4,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from common.kernels.hopper import ROWS, slot_and_phase
+from common.kernels.hopper import ROWS, matrix, per_row, signal, slot_and_phase, wait_full, wgmma_layout
 
 
 @gluon.jit
 def _scores(q, ring, fill):
     """Start to compute the scores of a key tile, once its K has arrived."""
-    STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
     no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
+    slot = wait_full(ring.full, fill)
+    k = matrix(ring.k.index(slot))
+    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
 
 
 @gluon.jit
@@ -46,12 +44,11 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, _ = slot_and_phase(fill, STAGES)
-    mbarrier.arrive(ring.empty.index(slot), count=1)
+    signal(ring.empty, fill)
     # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
     # or all keys. Therefore only the last key tile needs a mask.
     start_n = (tiles - 1) * BLOCK_N
@@ -67,7 +64,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
         fill += 1
         slot, _ = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+        acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
         else:  # more consumers keep the tensor cores busy, even if each waits for both of its matmuls
@@ -77,16 +74,15 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
-        l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
+        l = l * per_row(rescale, l.type.layout) + _sums(p)
         if CONSUMERS == 2:
             acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        acc = acc * per_row(rescale, acc_layout)
         m = m_new
         p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     fill += 1
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+    slot = wait_full(ring.full, fill)
+    acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
     return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))

@@ -21,10 +21,14 @@ from common.kernels.hopper import (
     async_reduce_add,
     describe_rows,
     describe_tile,
+    matrix,
     new_barriers,
     new_ring,
     require_hopper,
     slot_and_phase,
+    wait_empty,
+    wait_full,
+    wgmma_layout,
     widened,
 )
 from common.layout import empty_rows
@@ -54,9 +58,9 @@ class KeysValues(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
-    dk_full: gl.shared_memory_descriptor  # a barrier for each consumer: dK is where K was
-    dv_full: gl.shared_memory_descriptor  # a barrier for each consumer: dV is where V was
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
+    dk_full: gl.shared_memory_descriptor  # barriers, consumer → producer: dK is where K was
+    dv_full: gl.shared_memory_descriptor  # barriers, consumer → producer: dV is where V was
 
 
 class Ring(NamedTuple):
@@ -65,9 +69,9 @@ class Ring(NamedTuple):
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
-    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
-    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read Q, dO and the statistics
+    q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
+    do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
 
 
 class DsRing(NamedTuple):
@@ -75,18 +79,16 @@ class DsRing(NamedTuple):
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
-    full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: dS has been read
+    full: gl.shared_memory_descriptor  # barriers, consumers → dQ's warpgroup: dS has been written
+    empty: gl.shared_memory_descriptor  # barriers, dQ's warpgroup → consumers: dS has been read
 
 
 @gluon.jit
 def _load(tensors, tile, ring, step):
     """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
-    STAGES: gl.constexpr = ring.q.shape[0]
-    slot, phase = slot_and_phase(step, STAGES)
     head, number, row = _query_tile(step, tile)
     where = [tile.batch, head, number * ring.q.shape[3], 0]
-    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    slot = wait_empty(ring.empty, step)
     mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
     tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
@@ -102,14 +104,14 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
             ds_t = ds_ring.ds.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
-            k = kv.k.index(w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
-            dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
+            k = matrix(kv.k.index(w)).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+            dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
@@ -131,9 +133,7 @@ def _accumulate(
     transposed, so that they enter the matmuls for dV and dK from registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
-    HEAD_DIM: gl.constexpr = ring.q.shape[4]
-    VALUE_DIM: gl.constexpr = ring.do.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = ring.q.dtype
@@ -144,10 +144,10 @@ def _accumulate(
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
         slot, phase = slot_and_phase(step, STAGES)
-        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        q = matrix(ring.q.index(slot))
+        do = matrix(ring.do.index(slot))
         mbarrier.wait(ring.q_full.index(slot), phase)
-        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)  # Sᵀ = K Qᵀ
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
@@ -158,15 +158,15 @@ def _accumulate(
         # No matmul is in flight here: this wait only makes the compiler compute p before the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
         ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
         ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
-        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
         mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -202,13 +202,13 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
+    dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
+    dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
-    k = kv.k.index(w).reshape([ROWS, HEAD_DIM])
-    v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
+    k = matrix(kv.k.index(w))
+    v = matrix(kv.v.index(w))
     scale_log2 = problem.scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
     # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
@@ -223,16 +223,15 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
     # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, MASKED=True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, MASKED=False)
 
     # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until the
     # last dQ is computed.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
-    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
-    mbarrier.wait(ds_ring.empty.index(slot), phase)
+    wait_full(ds_ring.empty, tile.steps - 1)
     k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(w), count=1)
@@ -286,7 +285,7 @@ def _backward_kernel(
             (_producer, (tensors, tile, kv, ring)),
         ],
         [4, 4, 1],
-        [208, 64, 24],
+        [208, 64, 24],  # registers: 4 × maxnreg = 512 = 216 (the first role gets the rest) + 208 + 64 + 24
     )
 
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from common.kernels.hopper import slot_and_phase
+from common.kernels.hopper import matrix, per_row, slot_and_phase, wait_full, wgmma_layout
 
 
 @gluon.jit
@@ -21,15 +21,13 @@ def _load(tensors, tile, ring, fill):
 @gluon.jit
 def _scores(q, ring, fill):
     """Start to compute the scores of a key tile, once its K has arrived."""
-    STAGES: gl.constexpr = ring.k.shape[0]
     ROWS: gl.constexpr = q.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
     no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
+    slot = wait_full(ring.full, fill)
+    k = matrix(ring.k.index(slot))
+    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
 
 
 @gluon.jit
@@ -61,10 +59,10 @@ def _accumulate(
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + gl.sum(p, 1)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        acc = acc * per_row(rescale, acc_layout)
         m = m_new
         p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+        acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
         acc = warpgroup_mma_wait(0, [acc])
         # NOTE: the warps that compute also load, and all wait for each load; v15 has a warp that loads.
         if fill + STAGES < tile.key_tiles:

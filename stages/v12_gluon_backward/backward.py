@@ -19,9 +19,11 @@ from common.kernels.hopper import (
     LOG2_E,
     async_reduce_add,
     describe_tile,
+    matrix,
     new_barriers,
     require_hopper,
     slot_and_phase,
+    wgmma_layout,
     widened,
 )
 from common.layout import empty_rows
@@ -50,7 +52,7 @@ class KeysValues(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
 
 
 class Ring(NamedTuple):
@@ -58,8 +60,8 @@ class Ring(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
-    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
+    q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q has arrived
+    do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
 
 
 class DsRing(NamedTuple):
@@ -109,9 +111,7 @@ def _accumulate(
     STAGES: gl.constexpr = ring.q.shape[0]
     ROWS: gl.constexpr = dk.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
-    HEAD_DIM: gl.constexpr = ring.q.shape[4]
-    VALUE_DIM: gl.constexpr = ring.do.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     of_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
@@ -126,10 +126,10 @@ def _accumulate(
         slot, phase = slot_and_phase(step, STAGES)
         head, number, row = _query_tile(step, tile)
         offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, row_layout)
-        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        q = matrix(ring.q.index(slot))
+        do = matrix(ring.do.index(slot))
         mbarrier.wait(ring.q_full.index(slot), phase)
-        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)  # Sᵀ = K Qᵀ
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         # NOTE: the warps load LSE and delta themselves and wait for them; in v13 TMA loads them with Q.
         lse_log2 = gl.load(tensors.lse + row + offs_m, mask=offs_m < tile.seq_q, other=float("inf")) * LOG2_E  # no query: p = 0
@@ -138,15 +138,15 @@ def _accumulate(
             p_t = gl.where(gl.convert_layout(offs_m, of_columns)[None, :] >= seen_from[:, None], p_t, float("-inf"))
         p_t = gl.exp2(p_t).to(dtype)
         mbarrier.wait(ring.do_full.index(slot), phase)
-        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         dv = warpgroup_mma_wait(0, [dv])
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         delta = gl.load(tensors.delta + row + offs_m, mask=offs_m < tile.seq_q, other=0.0)
         ds_t = (widened(p_t) * (dp_t - gl.convert_layout(delta, of_columns)[None, :])).to(dtype)
         ds_ring.ds.index(0).store(ds_t)
         fence_async_shared()
-        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
         dk = warpgroup_mma_wait(0, [dk])
         if step + STAGES < tile.steps:
             _load(tensors, tile, ring, step + STAGES)
@@ -160,17 +160,19 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
+    dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
-    k = kv.k.index(0).reshape([ROWS, HEAD_DIM])
-    v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
+    k = matrix(kv.k.index(0))
+    v = matrix(kv.v.index(0))
     scale_log2 = problem.scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
     # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, MASKED=True)
+    dk, dv = _accumulate(
+        dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, MASKED=False
+    )
 
     # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))

@@ -8,12 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from common.kernels.hopper import (
-    LOG2_E,
-    describe_tile,
-    new_barriers,
-    require_hopper,
-)
+from common.kernels.hopper import LOG2_E, describe_tile, matrix, new_barriers, per_row, require_hopper, wgmma_layout
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
@@ -36,7 +31,7 @@ class Queries(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier: Q has arrived
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: Q has arrived
 
 
 class Ring(NamedTuple):
@@ -44,7 +39,7 @@ class Ring(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
 
 
 @gluon.jit
@@ -62,10 +57,9 @@ def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
     """Compute a CTA's query tile. `_forward_kernel` loads the first STAGES key tiles, `_accumulate` the others."""
     ROWS: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
+    acc_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -77,12 +71,14 @@ def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
     m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     l = gl.zeros([ROWS], gl.float32, of_rows)
     mbarrier.wait(queries.full.index(0), 0)
-    q = queries.q.index(0).reshape([ROWS, HEAD_DIM])  # stays on the chip
+    q = matrix(queries.q.index(0))  # stays on the chip
     last = tile.start_m + problem.diagonal  # the last key that the first row sees
-    acc, m, l = _accumulate(acc, m, l, q, tensors, tile, ring, 0, full, problem, last, scale_log2, CAUSAL, False)
-    acc, m, l = _accumulate(acc, m, l, q, tensors, tile, ring, full, tile.key_tiles, problem, last, scale_log2, CAUSAL, True)
+    acc, m, l = _accumulate(acc, m, l, q, tensors, tile, ring, 0, full, problem, last, scale_log2, CAUSAL, MASKED=False)
+    acc, m, l = _accumulate(
+        acc, m, l, q, tensors, tile, ring, full, tile.key_tiles, problem, last, scale_log2, CAUSAL, MASKED=True
+    )
 
-    out = (acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, problem, tile)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < problem.seq_q)

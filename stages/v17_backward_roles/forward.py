@@ -12,10 +12,13 @@ from common.kernels.hopper import (
     LOG2_E,
     ROWS,
     describe_tile,
+    matrix,
     new_barriers,
     new_ring,
+    per_row,
     require_hopper,
-    slot_and_phase,
+    wait_empty,
+    wgmma_layout,
 )
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
@@ -39,7 +42,7 @@ class Queries(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q has arrived
 
 
 class Ring(NamedTuple):
@@ -47,17 +50,15 @@ class Ring(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: K and V have been read
 
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
     """Start to load a key tile's K and V into the next slot of the ring, when the consumers have released the slot."""
-    STAGES: gl.constexpr = ring.k.shape[0]
-    slot, phase = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
-    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    slot = wait_empty(ring.empty, fill)
     mbarrier.expect(ring.full.index(slot), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
@@ -96,10 +97,9 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
-    HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
+    acc_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -116,12 +116,12 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     l = gl.zeros([ROWS], gl.float32, of_rows)
     mbarrier.wait(queries.full.index(w), 0)
     # NOTE: each matmul reads Q from shared memory again; v18 keeps it in registers.
-    q = queries.q.index(w).reshape([ROWS, HEAD_DIM])  # stays on the chip
+    q = matrix(queries.q.index(w))  # stays on the chip
     last = start_m + problem.diagonal  # the last key that the first row sees
-    acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, last, scale_log2, CAUSAL, False)
-    acc, m, l = _accumulate(acc, m, l, q, ring, full, seen, problem, last, scale_log2, CAUSAL, True)
+    acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, last, scale_log2, CAUSAL, MASKED=False)
+    acc, m, l = _accumulate(acc, m, l, q, ring, full, seen, problem, last, scale_log2, CAUSAL, MASKED=True)
 
-    out = (acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, problem, tile, start_m)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < problem.seq_q)
@@ -158,7 +158,7 @@ def _forward_kernel(
             [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
              (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
              (_producer, (tensors, queries, ring, problem, CAUSAL))],
-            [4, 1], [240, 24],
+            [4, 1], [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -167,7 +167,7 @@ def _forward_kernel(
              (_consumer, (tensors, queries, ring, problem, 2, CAUSAL)),
              (_consumer, (tensors, queries, ring, problem, 3, CAUSAL)),
              (_producer, (tensors, queries, ring, problem, CAUSAL))],
-            [4, 4, 4, 1], [112, 112, 112, 24],
+            [4, 4, 4, 1], [112, 112, 112, 24],  # 5 × maxnreg = 480 = 120 (the first role gets the rest) + 3 × 112 + 24
         )  # fmt: skip
 
 

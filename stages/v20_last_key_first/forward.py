@@ -12,11 +12,16 @@ from common.kernels.hopper import (
     LOG2_E,
     ROWS,
     describe_tile,
+    matrix,
     new_barriers,
     new_ring,
+    per_row,
     require_hopper,
-    slot_and_phase,
+    signal,
     store_rows,
+    wait_empty,
+    wait_full,
+    wgmma_layout,
 )
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
@@ -41,7 +46,7 @@ class Queries(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q has arrived
 
 
 class Ring(NamedTuple):
@@ -49,17 +54,15 @@ class Ring(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: K and V have been read
 
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
     """Start to load a key tile's K and V into the next slot of the ring, when the consumers have released the slot."""
-    STAGES: gl.constexpr = ring.k.shape[0]
-    slot, phase = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, (tile.key_tiles - 1 - fill) * ring.k.shape[3], 0]
-    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    slot = wait_empty(ring.empty, fill)
     mbarrier.expect(ring.full.index(slot), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
@@ -68,11 +71,9 @@ def _load(tensors, tile, ring, fill):
 @gluon.jit
 def _skip(ring, fill, tiles):
     """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
-    STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
-        slot, phase = slot_and_phase(fill, STAGES)
-        mbarrier.wait(ring.full.index(slot), phase)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
+        wait_full(ring.full, fill)
+        signal(ring.empty, fill)
         fill += 1
     return fill
 
@@ -115,8 +116,8 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
+    acc_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
@@ -131,14 +132,14 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     offs_m = start_m + gl.arange(0, ROWS, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     mbarrier.wait(queries.full.index(w), 0)
-    q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
+    q_buffer = matrix(queries.q.index(w))
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
     fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
     s = _scores(q, ring, fill)
     last = start_m + problem.diagonal  # the last key that the first row sees
     acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
 
-    out = (acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, problem, tile, start_m)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
@@ -175,7 +176,7 @@ def _forward_kernel(
             [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
              (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
              (_producer, (tensors, queries, ring, problem, CAUSAL))],
-            [4, 1], [240, 24],
+            [4, 1], [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -184,7 +185,7 @@ def _forward_kernel(
              (_consumer, (tensors, queries, ring, problem, 2, CAUSAL)),
              (_consumer, (tensors, queries, ring, problem, 3, CAUSAL)),
              (_producer, (tensors, queries, ring, problem, CAUSAL))],
-            [4, 4, 4, 1], [112, 112, 112, 24],
+            [4, 4, 4, 1], [112, 112, 112, 24],  # 5 × maxnreg = 480 = 120 (the first role gets the rest) + 3 × 112 + 24
         )  # fmt: skip
 
 

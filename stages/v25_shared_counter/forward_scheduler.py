@@ -38,7 +38,7 @@ class NextTiles(NamedTuple):
     """Tile numbers that the producer passes on to the consumers."""
 
     number: gl.shared_memory_descriptor  # [1, 1]
-    full: gl.shared_memory_descriptor  # a barrier: the number has been written
+    full: gl.shared_memory_descriptor  # a barrier, producer → consumers: the number has been written
 
 
 @gluon.jit

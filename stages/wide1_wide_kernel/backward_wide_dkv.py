@@ -46,7 +46,7 @@ class KeyTile(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
 
 
 class StepRing(NamedTuple):
@@ -121,13 +121,13 @@ def _wide_consumer(tensors, tile, kv, ring, ds_s, dq_s, problem, GRADIENT: gl.co
         offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
         p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
         if GRADIENT == "dv":
-            acc = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, acc, is_async=True)
+            acc = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, acc, is_async=True)  # dV += Pᵀ dO
         else:
             dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
             dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
             delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
             ds_t = (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
-            acc = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, acc, is_async=True)
+            acc = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, acc, is_async=True)  # dK += dSᵀ Q
             ds_s.store(ds_t)
             fence_async_shared()
             _wide_add_dq(tensors, ds_s, dq_s, matrix(kv.k), row)

@@ -96,7 +96,7 @@ def _wide_dq_kernel(
         p = gl.exp2(s)
         dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
         ds = (p * (dp - delta[:, None])).to(k_desc.dtype)
-        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), matrix(k_s), dq, is_async=True)
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), matrix(k_s), dq, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])
 
     matrix(q_s).store((dq * scale).to(q_desc.dtype))

@@ -53,7 +53,7 @@ class KeyBuffer(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
 
 
 class RowStats(NamedTuple):
@@ -144,7 +144,7 @@ def _compute_dq(tensors, tile, queries, keys, problem, CAUSAL: gl.constexpr):
         dp = _matmul(matrix(queries.do), keys.v)
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(keys.k.dtype)
-        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), matrix(keys.k), dq, is_async=True)
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), matrix(keys.k), dq, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])
 
     matrix(queries.q).store((dq * problem.scale).to(queries.q.dtype))

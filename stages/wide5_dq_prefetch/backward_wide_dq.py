@@ -153,7 +153,7 @@ def _compute_dq(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
         ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         _load_kv(tensors.v, tile, ring.v, ring.v_full, step + V_STAGES)
         k = matrix(ring.k.index(step % K_STAGES))
-        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])
         _load_kv(tensors.k, tile, ring.k, ring.k_full, step + K_STAGES)
 

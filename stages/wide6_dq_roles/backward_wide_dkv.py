@@ -44,7 +44,7 @@ class KeyTile(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
 
 
 class StepRing(NamedTuple):
@@ -119,7 +119,7 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
         s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         p_t = _compute_p_t(s_t, tile, ring, p_ring, step, problem.scale * LOG2_E, seen_from)
-        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), matrix(ring.do.index(slot)), dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), matrix(ring.do.index(slot)), dv, is_async=True)  # dV += Pᵀ dO
         dv = warpgroup_mma_wait(0, [dv])
         signal(ring.empty, step)
 
@@ -157,7 +157,7 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
         dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         ds_t = _compute_ds_t(dp_t, ring, p_ring, step)
-        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), matrix(ring.q.index(slot)), dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), matrix(ring.q.index(slot)), dk, is_async=True)  # dK += dSᵀ Q
         dk = warpgroup_mma_wait(0, [dk])
         signal(ring.empty, step)
 

@@ -176,7 +176,7 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
         signal(ring.v_empty, step)
         k = matrix(ring.k.index(step % K_STAGES))
         # NOTE: this consumer waits for each of its matmuls; in wide7 the next step's S starts before dQ's matmul ends.
-        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])
         signal(ring.k_empty, step)
 

@@ -54,9 +54,9 @@ class StepRing(NamedTuple):
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
-    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
+    q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     q_empty: gl.shared_memory_descriptor  # a barrier for each slot: the second consumer, which reads Q last, has read it
-    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
+    do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
     do_empty: gl.shared_memory_descriptor  # a barrier for each slot: both consumers have read dO
 
 
@@ -125,7 +125,7 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
         p_t = _compute_p_t(s_t, tile, ring, p_ring, step, problem.scale * LOG2_E, seen_from)
         # The matmul for dV comes first, so that dO's buffer is free while the next scores are computed.
         do = matrix(ring.do.index(wait_full(ring.do_full, step)))
-        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         q = matrix(ring.q.index(wait_full(ring.q_full, step + 1)))
         s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
@@ -133,7 +133,7 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     p_t = _compute_p_t(s_t, tile, ring, p_ring, tile.steps - 1, problem.scale * LOG2_E, seen_from)
     do = matrix(ring.do.index(wait_full(ring.do_full, tile.steps - 1)))
-    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
     dv = warpgroup_mma_wait(0, [dv])
     signal(ring.do_empty, tile.steps - 1)
 
@@ -174,7 +174,7 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
         # Q has arrived, too: the other consumer computed P from Q. The matmul for dK comes first, because it frees Q's buffer,
         # which the producer refills before dO's.
         q = matrix(ring.q.index(step % ring.q.shape[0]))
-        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
         do = matrix(ring.do.index(wait_full(ring.do_full, step + 1)))
         dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, [dk])
@@ -183,7 +183,7 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
         signal(ring.do_empty, step + 1)
     ds_t = _compute_ds_t(dp_t, ring, p_ring, tile.steps - 1)
     q = matrix(ring.q.index((tile.steps - 1) % ring.q.shape[0]))
-    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
     dk = warpgroup_mma_wait(0, [dk])
 
     # TMA stores dK from K's buffer. The other consumer no longer needs K: the last P is ready.

@@ -180,7 +180,7 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
         # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last, so that the next V can
         # arrive in V's only buffer.
         k = matrix(ring.k.index((step - 1) % K_STAGES))
-        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
         s = _matmul(q, ring.k, ring.k_full, step)
         dq = warpgroup_mma_wait(1, [dq])
         signal(ring.k_empty, step - 1)
@@ -189,7 +189,7 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
         ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         signal(ring.v_empty, step)
     k = matrix(ring.k.index((tile.steps - 1) % K_STAGES))
-    dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+    dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
     dq = warpgroup_mma_wait(0, [dq])
 
     q.store((dq * problem.scale).to(queries.q.dtype))  # only this consumer reads these rows of Q

@@ -8,7 +8,6 @@ from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 PARENT = "v26"
-WAS = "v53_short_forward"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import triton
 
 # Fixed strides cost time because CTAs end at different times. This time grows with the keys of a CTA's query tiles. A counter
-# costs time for its launch, as much as SHORT keys, and for each query tile, as much as FEW_KEYS keys. So if a CTA has n query
-# tiles that see k keys each, fixed strides are faster if n * (k - FEW_KEYS) <= SHORT. The constants were fitted on an H200 at
-# D = 128, to forwards that saved one more launch than the counter's (results/constants-h200.json).
-SHORT = 1792
-FEW_KEYS = 448
+# costs time for its launch, as much as LAUNCH_KEYS keys, and for each query tile, as much as TILE_KEYS keys. So if a CTA has n
+# query tiles that see k keys each, fixed strides are faster if n * (k - TILE_KEYS) <= LAUNCH_KEYS. The constants were fitted on
+# an H200 at D = 128, to forwards that saved one more launch than the counter's (results/constants-h200.json).
+LAUNCH_KEYS = 1792
+TILE_KEYS = 448
 
 
 def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
@@ -40,7 +40,7 @@ def plan(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs) 
     tiles = tiles_m * batch * heads
     turns = triton.cdiv(tiles, programs)
     seen = mean_keys(seq_q, keys, diagonal, queries) if causal else keys
-    short = turns == 1 or turns * (seen - FEW_KEYS) <= SHORT
+    short = turns == 1 or turns * (seen - TILE_KEYS) <= LAUNCH_KEYS
     programs = min(tiles, programs)
     per_round, fewer = None, programs - programs % tiles_m  # with so many CTAs, a round has all tiles of some heads
     if causal and short and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:

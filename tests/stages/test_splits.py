@@ -14,7 +14,7 @@ from common import recording
 from common.measure.constants import NEVER
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
-from common.runtime import DEVICE, INTERPRETED
+from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name)], "forward")
 PLANNING = [name for name in SPLITTING if "CROWDED" in names_in(name)]  # these stages have a cost model
@@ -202,7 +202,29 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
         assert turns <= 1.2 * tiles * 400 / 132 + 4, "the programs are busy nearly all of the time"
 
 
-@pytest.mark.parametrize("name", once_by_file([name for name in stages.names() if "mean_keys" in names_in(name)], "forward_plan.py"))
+COUNTING = [name for name in SPLITTING if "counted" in getattr(names_in(name).get("Plan"), "_fields", ())]
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_counter_only_where_it_balances(name):
+    plan = names_in(name)["plan"]
+    assert plan(4, 16, 16, 4096, 4096, 0, 128, 128, 132).counted
+    assert not plan(1, 16, 16, 512, 512, 0, 128, 128, 132).counted  # 64 tiles: no CTA has a second tile
+    assert not plan(64, 32, 8, 1, 4096, 0, 64, 64, 132).counted  # one tile per head: all tiles are equal
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has more SMs than this problem has tiles")
+@pytest.mark.parametrize("name", COUNTING)
+def test_second_tiles_in_fixed_strides(name, monkeypatch):
+    """Eight heads with one query on three SMs: a CTA takes up to three tiles, without splits and without a counter."""
+    set_names(monkeypatch, name, splits_of=lambda *_: 1)
+    with interpreted_as(Device(num_sms=3)):
+        assert_correct(*forward(stages.load(name), *make_inputs(1, 300, 64, batch=1, heads=8)[:3]))
+
+
+@pytest.mark.parametrize(
+    "name", once_by_file([name for name in stages.names() if "mean_keys" in names_in(name)], "forward_plan.py")
+)
 @pytest.mark.parametrize("queries", [64, 128, 256])
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "diagonal"),

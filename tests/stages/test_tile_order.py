@@ -140,7 +140,9 @@ def test_causal_tiles_go_through_groups_of_heads_the_longest_first(ordered, watc
     assert taken == [(head, tile) for heads in groups for tile in reversed(range(tiles)) for head in heads]
 
 
-@pytest.mark.parametrize("name", [name for name in ORDERED if "per_round" in getattr(names_in(name).get("Plan"), "_fields", ())])
+@pytest.mark.parametrize(
+    "name", [name for name in ORDERED if "per_round" in getattr(names_in(name).get("Plan"), "_fields", ())]
+)
 @pytest.mark.parametrize("heads", [4, 5])
 def test_causal_tiles_of_short_sequences_give_all_programs_equal_work(name, heads, watch, monkeypatch):
     """A head has four query tiles. With four heads, a fifth SM would break the order and save no round. So one of five SMs gets

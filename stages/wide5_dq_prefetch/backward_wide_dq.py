@@ -101,6 +101,7 @@ def _load_kv(desc, tile, buffers, full, step):
     slot, _ = slot_and_phase(step, buffers.shape[0])
     if step < tile.steps:
         where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
+        # The compiler makes all warps wait for each other before a copy starts. So both warpgroups have read the old tile.
         mbarrier.expect(full.index(slot), desc.block_type.nbytes)
         tma.async_copy_global_to_shared(desc, where, full.index(slot), buffers.index(slot))
 

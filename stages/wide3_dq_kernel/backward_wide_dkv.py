@@ -19,6 +19,7 @@ from common.kernels.hopper import (
     new_barriers,
     new_ring,
     signal,
+    slot_and_phase,
     wait_empty,
     wait_full,
     wgmma_layout,
@@ -87,7 +88,7 @@ def _compute_p_t(s_t, tile, ring, p_ring, step, scale_log2, seen_from):
     """Return a step's P, transposed and rounded, from its scores. Also store P for the other consumer."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
-    slot = step % ring.q.shape[0]
+    slot, _ = slot_and_phase(step, ring.q.shape[0])
     lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
     p_t = s_t * scale_log2 - lse_log2
     _, number, _ = _query_tile(step, tile)

@@ -84,6 +84,7 @@ def _wide_dq_kernel(
         start_n = (tile.steps - 1 - step) * ROWS
         where_n = [tile.batch, tile.kv_head, start_n, 0]
         # NOTE: the tensor cores wait for each load; wide5 loads the next keys meanwhile.
+        # The compiler makes all warps wait for each other before a copy starts. So both warpgroups have read the old tile.
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, where_n, kv_full.index(0), k_s)
         tma.async_copy_global_to_shared(v_desc, where_n, kv_full.index(0), v_s)

@@ -98,6 +98,7 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
 def _load_kv(tensors, tile, keys, step):
     """Start to load a step's K and V. The first step has the last keys."""
     where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
+    # The compiler makes all warps wait for each other before a copy starts. So both warpgroups have read the old tile.
     mbarrier.expect(keys.full.index(0), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, keys.full.index(0), keys.k)
     tma.async_copy_global_to_shared(tensors.v, where, keys.full.index(0), keys.v)

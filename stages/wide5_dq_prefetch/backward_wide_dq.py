@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from common.kernels.hopper import LOG2_E, ROWS, matrix, new_barriers, wait_full, wgmma_layout
+from common.kernels.hopper import LOG2_E, ROWS, matrix, new_barriers, slot_and_phase, wait_full, wgmma_layout
 from common.kernels.order import tile_and_head
 
 from .backward_scheduler import Problem
@@ -98,9 +98,10 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
 @gluon.jit
 def _load_kv(desc, tile, buffers, full, step):
     """Start to load a step's K or V, if the step exists. The buffer must be free. The first step has the last keys."""
-    slot = step % buffers.shape[0]
+    slot, _ = slot_and_phase(step, buffers.shape[0])
     if step < tile.steps:
         where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
+        # The compiler makes all warps wait for each other before a copy starts. So both warpgroups have read the old tile.
         mbarrier.expect(full.index(slot), desc.block_type.nbytes)
         tma.async_copy_global_to_shared(desc, where, full.index(slot), buffers.index(slot))
 
@@ -152,7 +153,8 @@ def _compute_dq(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         _load_kv(tensors.v, tile, ring.v, ring.v_full, step + V_STAGES)
-        k = matrix(ring.k.index(step % K_STAGES))
+        slot, _ = slot_and_phase(step, K_STAGES)
+        k = matrix(ring.k.index(slot))
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])
         _load_kv(tensors.k, tile, ring.k, ring.k_full, step + K_STAGES)

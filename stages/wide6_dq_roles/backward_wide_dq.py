@@ -19,6 +19,7 @@ from common.kernels.hopper import (
     new_barriers,
     new_ring,
     signal,
+    slot_and_phase,
     wait_empty,
     wait_full,
     wgmma_layout,
@@ -174,7 +175,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         signal(ring.v_empty, step)
-        k = matrix(ring.k.index(step % K_STAGES))
+        slot, _ = slot_and_phase(step, K_STAGES)
+        k = matrix(ring.k.index(slot))
         # NOTE: this consumer waits for each of its matmuls; in wide7 the next step's S starts before dQ's matmul ends.
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])

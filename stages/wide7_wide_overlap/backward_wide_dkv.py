@@ -19,6 +19,7 @@ from common.kernels.hopper import (
     new_barriers,
     new_ring,
     signal,
+    slot_and_phase,
     wait_empty,
     wait_full,
     wgmma_layout,
@@ -92,7 +93,7 @@ def _compute_p_t(s_t, tile, ring, p_ring, step, scale_log2, seen_from):
     """Return a step's P, transposed and rounded, from its scores. Also store P for the other consumer."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
-    slot = step % ring.q.shape[0]
+    slot, _ = slot_and_phase(step, ring.q.shape[0])
     lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
     p_t = s_t * scale_log2 - lse_log2
     _, number, _ = _query_tile(step, tile)
@@ -173,7 +174,8 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
         ds_t = _compute_ds_t(dp_t, ring, p_ring, step)
         # Q has arrived, too: the other consumer computed P from Q. The matmul for dK comes first, because it frees Q's buffer,
         # which the producer refills before dO's.
-        q = matrix(ring.q.index(step % ring.q.shape[0]))
+        slot, _ = slot_and_phase(step, ring.q.shape[0])
+        q = matrix(ring.q.index(slot))
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
         do = matrix(ring.do.index(wait_full(ring.do_full, step + 1)))
         dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -182,7 +184,8 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         signal(ring.do_empty, step + 1)
     ds_t = _compute_ds_t(dp_t, ring, p_ring, tile.steps - 1)
-    q = matrix(ring.q.index((tile.steps - 1) % ring.q.shape[0]))
+    slot, _ = slot_and_phase(tile.steps - 1, ring.q.shape[0])
+    q = matrix(ring.q.index(slot))
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
     dk = warpgroup_mma_wait(0, [dk])
 

@@ -19,6 +19,7 @@ from common.kernels.hopper import (
     new_barriers,
     new_ring,
     signal,
+    slot_and_phase,
     wait_empty,
     wait_full,
     wgmma_layout,
@@ -179,7 +180,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     for step in range(unseen + 1, tile.steps):
         # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last, so that the next V can
         # arrive in V's only buffer.
-        k = matrix(ring.k.index((step - 1) % K_STAGES))
+        slot, _ = slot_and_phase(step - 1, K_STAGES)
+        k = matrix(ring.k.index(slot))
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
         s = _matmul(q, ring.k, ring.k_full, step)
         dq = warpgroup_mma_wait(1, [dq])
@@ -188,7 +190,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         signal(ring.v_empty, step)
-    k = matrix(ring.k.index((tile.steps - 1) % K_STAGES))
+    slot, _ = slot_and_phase(tile.steps - 1, K_STAGES)
+    k = matrix(ring.k.index(slot))
     dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
     dq = warpgroup_mma_wait(0, [dq])
 

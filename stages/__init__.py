@@ -176,7 +176,8 @@ def resolve(name: str) -> str:
     known, same = names(), _find(version(wanted))
     if similar := [same] if same else difflib.get_close_matches(wanted, known, n=1):
         raise ValueError(f"no stage is called {name!r}; did you mean {similar[0]}?")
-    chains = ["{} to {}".format(*(version(line(track)[end]) for end in (0, -1))) for track in (TRUNK, *tracks())]
+    ends = [[version(line(track)[end]) for end in (0, -1)] for track in (TRUNK, *tracks())]
+    chains = [" to ".join(dict.fromkeys(each)) for each in ends]
     dead_ends = ", ".join(version(stage) for stage in known if is_dead_end(stage))
     raise ValueError(f"no stage is called {name!r}; there are {', '.join(chains)}, and the dead ends {dead_ends}")
 

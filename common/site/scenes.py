@@ -85,7 +85,8 @@ def scenes(name: str) -> list[Scene]:
         recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
         length = f"Sq = {workload.seq_len}, Sk = {workload.kv_len}"
         length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else length
-        heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
+        heads = "one head" if workload.heads == 1 else f"{workload.heads} heads"
+        heads += f" that share {workload.kv_heads} of K and V" if workload.kv_heads < workload.heads else ""
         words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
         units = [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())]
         found.append(Scene(pass_, words, [accesses(stage, each) for stage, each in recorded.items()], units))

@@ -43,12 +43,11 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _store_out(out, tensors, queries, problem, tile):
+def _store_out(out, tensors, queries, tile):
     """Store the rows of O."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     queries.o.index(0).reshape(out.shape).store(out)
     fence_async_shared()
-    where = [batch, head, tile.start_m, 0]
+    where = [tile.batch, tile.head, tile.start_m, 0]
     tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(0))
 
 
@@ -79,7 +78,7 @@ def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
     )
 
     out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
-    _store_out(out, tensors, queries, problem, tile)
+    _store_out(out, tensors, queries, tile)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < problem.seq_q)
     tma.store_wait(0)

@@ -95,15 +95,14 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(out, tensors, queries, w, problem, tile, start_m):
+def _store_out(out, tensors, queries, w, tile, start_m):
     """Store a consumer's rows of O, from its slot `w` of `queries`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
-        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
+        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
         queries.o.index(w).reshape(out.shape).store(out)
         fence_async_shared()
-        where = [batch, head, start_m, 0]
+        where = [tile.batch, tile.head, start_m, 0]
         tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
 
 
@@ -140,7 +139,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
 
     out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
-    _store_out(out, tensors, queries, w, problem, tile, start_m)
+    _store_out(out, tensors, queries, w, tile, start_m)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     tma.store_wait(0)

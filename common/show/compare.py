@@ -1,7 +1,7 @@
 """Compare two saved runs of the benchmark: their times or, without a GPU, their counts.
 
 python -m common.show.compare  # the last two runs
-python -m common.show.compare 3 before --stage v43  # the run with the id 0003, and the run saved as `before`
+python -m common.show.compare 3 before --stage v3  # the run with the id 0003, and the run saved as `before`
 python -m common.show.compare results/newest-d128-h100.json results/newest-d128-h200.json
 """
 

@@ -1,4 +1,4 @@
-"""Show counted bytes and FLOPs, and beside them the gains that earlier runs measured on a GPU.
+"""Show counted bytes and FLOPs, and the gains that earlier runs measured on a GPU.
 
     python -m common.show.counts --stage v3 --pass bwd --seq-len 1024 --head-dim 128 --causal yes --gpu a100
 
@@ -20,9 +20,9 @@ from common.measure.workloads import HIDDEN, TOKENS, Workload
 from common.runtime import INTERPRETED
 from common.show import results
 from common.show.results import stage_order
-from common.show.tables import PASS_NAMES, grouped, legend
+from common.show.tables import PASS_NAMES, grouped
 
-HEADERS = ["MB read", "MB written", "MFLOP", "measured", "launches", "peak extra MB", "tiles"]
+HEADERS = ["MB read", "MB written", "MFLOP", "launches", "peak extra MB", "tiles"]
 
 
 def measured(impl: str, pass_: str, head_dim: int) -> tuple[str, str] | None:
@@ -32,7 +32,7 @@ def measured(impl: str, pass_: str, head_dim: int) -> tuple[str, str] | None:
     """
     parent = stages.parent(impl) if stages.position(impl) else None
     found = parent and results.gain(results.runs(), impl, parent, pass_, head_dim)
-    return found and (str(found[0]), results.place(found[1].machine))
+    return found and (str(found[0]), results.places([found[1]]))
 
 
 def _total(records, impl, pass_, *fields) -> int:
@@ -44,10 +44,10 @@ def summary(records: list[dict], about: str | None = None) -> str:
 
     Args:
         records: all records of a run without a GPU, including failures.
-        about: the stage; None means the run's newest stage.
+        about: the stage; None means the newest stage, or the last one of a run without it.
     """
     impls = sorted({record["impl"] for record in records}, key=stage_order)
-    about = about or impls[-1]
+    about = about or (stages.newest() if stages.newest() in impls else impls[-1])
     parent = stages.parent(about) if stages.position(about) else None
     if not {about, parent} <= {*impls}:
         return ""
@@ -65,13 +65,12 @@ def summary(records: list[dict], about: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def _cells(record, found: tuple[str, str] | None) -> dict:
-    """Return a record's cells by header. `found` is what `measured` returns."""
+def _cells(record, _) -> dict:
+    """Return a record's cells by header."""
     return {
         "MB read": f"{record['bytes_read'] / 1e6:,.3f}",
         "MB written": f"{record['bytes_written'] / 1e6:,.3f}",
         "MFLOP": f"{record['flops_executed'] / 1e6:,.1f}",
-        "measured": found[0] if found else "-",
         "launches": record["kernel_launches"],
         "peak extra MB": f"{record['peak_extra_mib'] * MIB_IN_MB:,.3f}",
         "tiles": record["tiles"] or "-",
@@ -90,18 +89,9 @@ def tables(records: list[dict], machine: dict, wide: bool) -> str:
         f"CPU, interpreted, tiles of the {machine['tiles']}, torch {machine['torch']}, triton {machine['triton']}, "
         f"commit {results.short_commit(machine['commit'])}, {machine['date']}",
         "MB are the bytes that the kernels request. PyTorch's operators count arguments and results once.\n"
-        "MFLOP are the FLOPs that run, those of masked scores included where a kernel computes them.\n"
-        "measured: the speed over the parent's on a GPU, a mean over both masks and long and short S.",
+        "MFLOP are the FLOPs that run, those of masked scores included where a kernel computes them.\n",
     ]
-
-    def case(record):
-        return record["impl"], record["pass"], record["head_dim"]
-
-    found = {each: measured(*each) for each in dict.fromkeys(map(case, records))}
-    parts += grouped(records, HEADERS, lambda record, _: _cells(record, found[case(record)]), None if wide else COLUMNS)
-    places = dict.fromkeys(place for _, place in filter(None, found.values()))
-    parts += [f"measured on: {'; '.join(places)}"] if places else []
-    return "\n\n".join([*parts, *legend("\n".join(parts))])
+    return "\n\n".join([*parts, *grouped(records, HEADERS, _cells, None if wide else COLUMNS)])
 
 
 def _saved(launch) -> dict:

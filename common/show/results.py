@@ -74,7 +74,7 @@ def source(name: str, pass_: str) -> str | None:
     code that was measured.
     """
     name = name.removesuffix(AGAIN)
-    if not stages.position(name) or not stages.directory(name).exists():
+    if not stages.position(name) or not (stages.directory(name) / "__init__.py").exists():
         return None
     return "+".join(digest.current(name, CODE[part]) for part in pass_.split("+"))
 
@@ -91,9 +91,24 @@ def changed(record: dict) -> bool:
     return None not in (now, record.get("source")) and now != record["source"]
 
 
-def stage_order(impl: str) -> tuple[int, str]:
-    """Return a sort key: baselines first, then the stages in the order of the evolution."""
-    return stages.position(impl) or (-1, "")
+def present(records: list[dict]) -> list[dict]:
+    """Return the records with the present names of stages, without those of stages that no longer exist.
+
+    A stage that took in several others has code that no run measured, so it gets no records of theirs.
+    """
+    here, moved = {*stages.names()}, stages.moved()
+    names = {old: new for old, new in moved.items() if [*moved.values()].count(new) == 1}
+    found = []
+    for record in records:
+        name, again, _ = record["impl"].partition(AGAIN)
+        now = name if name in here or not stages.position(name) else names.get(name)
+        found += [record | {"impl": now + again}] if now else []
+    return found
+
+
+def stage_order(impl: str) -> tuple:
+    """Return a sort key: baselines first, then the stages in the order of `stages.names`."""
+    return stages.position(impl) or (-1,)
 
 
 def implementations(records: list[dict]) -> list[str]:
@@ -123,7 +138,7 @@ class Run:
     A reference run skips a pass whose code is equal to the parent's. With `repeats`, such a pass gets the parent's records.
 
     Attributes:
-        records: all records, including failures and the added ones, but without those that measure a stage `AGAIN`.
+        records: the `present` records, including failures and the added ones, but without those that measure a stage `AGAIN`.
         machine: the GPU, versions, commit and date.
         ended: the end time as a sortable string.
         noise: by pass, the RMS of the logarithms of the ratios of two times of the same code and workload. The two times belong
@@ -134,7 +149,7 @@ class Run:
     def __init__(self, records: list[dict], machine: dict, ended: str = "", repeats: bool = False):
         self.machine, self.ended = machine, ended
         self.noise = _noise(records) if machine["gpu"] else {}
-        self.records = [record for record in records if not record["impl"].endswith(AGAIN)]
+        self.records = [record for record in present(records) if not record["impl"].endswith(AGAIN)]
         self._cases = {}
         for record in self.records:
             self._cases.setdefault((record["impl"], record["pass"]), {})[Workload.of(record)] = record
@@ -245,8 +260,8 @@ def shown(value: float) -> str:
 def within(noise: float | None, log_mean: float, points: int) -> bool:
     """Return whether the mean of the logarithms of `points` ratios is within a run's noise: at most 2 · noise / √points.
 
-    The root needs independent errors of different workloads. They are independent: in results/backward-*.json, v44 to v49 run
-    the same kernels at D ≤ 128, and the means of their pairs over six workloads scatter by noise / √6.
+    The root needs independent errors of different workloads. They are independent: where several stages of a run have the same
+    kernels, the means of their pairs over six workloads scatter by noise / √6.
     """
     return noise is not None and abs(log_mean) <= 2 * noise / math.sqrt(points)
 
@@ -322,14 +337,9 @@ def gpu_of(machine: dict) -> str:
     return re.sub(r"^NVIDIA | [0-9]+GB.*", "", machine["gpu"])
 
 
-def place(machine: dict) -> str:
-    """Return a run's GPU and commit, both shortened."""
-    return f"{gpu_of(machine)}, {short_commit(machine['commit'])}"
-
-
 def places(found: Iterable[Run]) -> str:
-    """Return the GPUs and commits of these runs, once each."""
-    return "; ".join(dict.fromkeys(place(run.machine) for run in found))
+    """Return the GPUs and commits of these runs, shortened, once each."""
+    return "; ".join(dict.fromkeys(f"{gpu_of(run.machine)}, {short_commit(run.machine['commit'])}" for run in found))
 
 
 def counted(impl: str | None, pass_: str, head_dim: int, causal: bool) -> dict | None:

@@ -7,7 +7,7 @@ from common.show.results import LEGEND, Run, ratio
 from common.show.tables import PASS_NAMES, markdown
 
 MOST_GROUPS = 4  # the table has columns for at most this many pairs of pass and head dimension
-MOST_STAGES = 4  # the table has at most this many stages up to the one that the summary is about
+MOST_STAGES = 4  # the table has the stage that the summary is about, its parent, the parent's parent, up to this many
 
 
 def _headline(run: Run, subject: str, over: str) -> list[str]:
@@ -43,20 +43,22 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
     Args:
         records, machine: as for `common.show.tables.speed_table`.
         about: the stage whose gain over its parent comes first. With None, the newest stage's gain over the run's first stage
-            comes first.
+            comes first, or that of the run's last stage.
     """
     run = Run(records, machine)
     ours = [name for name in run.names if stages.position(name)]
     if not ours:
         return ""
-    subject = about if about in ours else [name for name in ours if not stages.is_dead_end(name) or name == ours[0]][-1]
+    subject = next((name for name in (about, stages.newest()) if name in ours), ours[-1])
     over = stages.parent(subject) if about and stages.parent(subject) in run.names else ours[0]
     lines, groups = _headline(run, subject, over), {}
     for work in run.works:
         groups.setdefault((list(PASS_NAMES).index(work.pass_), work.head_dim), []).append(work)
     groups = dict(sorted(list(groups.items())[:MOST_GROUPS]))
-    before = [name for name in ours[: ours.index(subject)] if not stages.is_dead_end(name)]
-    kept = {*run.libraries, subject, over, ours[0], *before[1 - MOST_STAGES :]}
+    before = [subject]
+    while len(before) < MOST_STAGES and (parent := stages.parent(before[-1])):
+        before.append(parent)
+    kept = {*run.libraries, over, ours[0], *before}
     rows = [[name, *(_cell(run, name, works) for works in groups.values())] for name in run.names if name in kept]
     headers = ["TFLOP/s, × parent", *(f"{list(PASS_NAMES)[pass_]}, D={dim}" for pass_, dim in groups)]
     lines += ["", *markdown(rows, headers, (headers[0],)).splitlines()]

@@ -11,7 +11,7 @@ from tabulate import tabulate
 import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import DTYPES, Workload
-from common.show.results import AGAIN, CHANGED, LEGEND, Run, changed, short_commit, spoken, stage_order, within
+from common.show.results import AGAIN, CHANGED, LEGEND, Run, changed, present, short_commit, spoken, stage_order, within
 
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _SHAPE = ("B", "H", "Hkv", "S", "Sk")  # the words of a workload's label that differ between the rows of a table
@@ -112,14 +112,12 @@ def _milliseconds(value):
 def _cells(record, group, run) -> dict:
     """Return a measured record's cells by header. `group` has all measured records of the workload."""
     ms, host = record["ms"], record.get("host_iqr_us")
-    # A stage's name may change after a run, but not its number and letter.
-    times = {stages.position(r["impl"]) or r["impl"]: r["ms"] for r in group if not r["impl"].endswith(AGAIN)}
+    times = {r["impl"]: r["ms"] for r in group if not r["impl"].endswith(AGAIN)}
 
     def times_as_fast(other, factor=1):
         return factor * times[other] / ms if other in times else None
 
-    parent = stages.parent(record["impl"])
-    gain = times_as_fast(parent and stages.position(parent))
+    gain = times_as_fast(stages.parent(record["impl"]))
     same = gain and within(run.noise.get(record["pass"]), math.log(gain), 1)
     ceiling = run.machine["matmul_tflops"].get(record["dtype"])
     return {
@@ -127,7 +125,7 @@ def _cells(record, group, run) -> dict:
         "± IQR": _milliseconds(record["iqr_ms"]),
         "TFLOP/s": _number(record["tflops"], 1),
         _PARENT: "=" if same else _number(gain, 2),
-        "× v0": _number(times_as_fast((0, "")), 2),
+        "× v0": _number(times_as_fast(stages.names()[0]), 2),
         "% of cuDNN": _number(times_as_fast("sdpa-cudnn", 100), 0),
         "% of matmul": _number(ceiling and 100 * record["tflops"] / ceiling, 0),
         "peak extra MB": _number(record["peak_extra_mib"] * MIB_IN_MB, 1),
@@ -153,7 +151,7 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     they differ by less than the run's noise. "× v0" divides by v0's speed. "-" means not measured. "host µs" is a median ± an
     interquartile range. "µs in a row" is the time per call of back-to-back calls.
     """
-    run = Run(records, machine)
+    run, records = Run(records, machine), present(records)
     decoding = any(record.get("kv_len", record["seq_len"]) != record["seq_len"] for record in records)
     short = any("in_a_row_us" in record for record in records)
     headers = [header for header in _HEADERS if {_IN_A_ROW: short, _KV_RATE: decoding}.get(header, True)]

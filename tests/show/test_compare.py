@@ -6,9 +6,11 @@ import re
 
 import pytest
 
+import stages
 from common.measure.workloads import Workload
 from common.show import compare, results
 
+V0, V1 = map(stages.resolve, ("v0", "v1"))
 COUNTS = {
     "bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 2e6, "kernel_launches": 1, "peak_extra_mib": 1.0, "tiles": "",
 }  # fmt: skip
@@ -49,40 +51,40 @@ def saved(tmp_path, monkeypatch):
 
 
 def test_times_of_a_gpu_are_compared_by_workload(saved, capsys):
-    saved([timed("v0_a", 9.0), timed("v1_b", 9.0)], gpu="X")
-    saved([timed("v1_b", 3.0), timed("sdpa", 1.0), timed("v0_a", 2.0, seq_len=32)], gpu="X")
-    saved([timed("v1_b", 2.0), timed("sdpa", 1.0)], [record("v0_a", failure="OOM")], gpu="X")
+    saved([timed(V0, 9.0), timed(V1, 9.0)], gpu="X")
+    saved([timed(V1, 3.0), timed("sdpa", 1.0), timed(V0, 2.0, seq_len=32)], gpu="X")
+    saved([timed(V1, 2.0), timed("sdpa", 1.0)], [record(V0, failure="OOM")], gpu="X")
     compare.main([])
     out = capsys.readouterr().out
     assert "0002_abc.json: X, torch 1, triton 2, commit c2" in out and "commit c3" in out
-    assert [row[0] for row in rows(out)] == ["sdpa", "v0_a", "v1_b"]
-    assert rows(out, "v1_b") == [["v1_b", "3 ± 0.01", "2 ± 0.01", "1.50"]]
-    assert rows(out, "v0_a") == [["v0_a", "-", "OOM", "-"]]
+    assert [row[0] for row in rows(out)] == ["sdpa", V0, V1]
+    assert rows(out, V1) == [[V1, "3 ± 0.01", "2 ± 0.01", "1.50"]]
+    assert rows(out, V0) == [[V0, "-", "OOM", "-"]]
     assert "1 workloads are left out, because only one of the runs has them." in out and "different GPUs" not in out
 
 
 def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
-    saved([timed("v0_a", 123.0, **COUNTS)])
-    saved([timed("v0_a", 456.0, **COUNTS | {"bytes_read": 1e6})])
+    saved([timed(V0, 123.0, **COUNTS)])
+    saved([timed(V0, 456.0, **COUNTS | {"bytes_read": 1e6})])
     compare.main([])
     out = capsys.readouterr().out
     assert "the runs have counts and no times" in out and "123" not in out and "456" not in out
-    assert rows(out, "v0_a") == [["v0_a", "4", "2", "2", "2"]]
+    assert rows(out, V0) == [[V0, "4", "2", "2", "2"]]
 
 
 def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, capsys):
-    saved([timed("v0_a", 3.0)], gpu="X")
+    saved([timed(V0, 3.0)], gpu="X")
     broken = [saved([], text=text) for text in ('{"benchmarks": [', "{}", "[]")]
-    saved([timed("v0_a", 2.0)], gpu="X")
+    saved([timed(V0, 2.0)], gpu="X")
     compare.main([])
     captured = capsys.readouterr()
-    assert rows(captured.out) == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
+    assert rows(captured.out) == [[V0, "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert all(f"{path.name} is no complete run" in captured.err for path in broken)
 
 
 @pytest.mark.parametrize(("second", "argv", "message"), [
-    ({"records": [timed("v0_a", 3.0, **COUNTS)]}, [], "one had none"),
-    ({"records": [timed("v0_a", 3.0, seq_len=32)], "gpu": "X"}, [], "no workload"),
+    ({"records": [timed(V0, 3.0, **COUNTS)]}, [], "one had none"),
+    ({"records": [timed(V0, 3.0, seq_len=32)], "gpu": "X"}, [], "no workload"),
     ({"records": [], "text": ""}, [], "needs two saved runs, but .benchmarks has 1"),
     ({"records": [], "text": ""}, ["a.json"], "a comparison needs two runs, not 1"),
     ({"records": [], "text": ""}, ["a.json", "b.json"], "a.json is no complete run of the benchmark: FileNotFoundError"),
@@ -90,7 +92,7 @@ def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, capsys):
     ({"records": [], "text": ""}, ["--stage", "v999"], "no stage is called 'v999'"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_an_error_of_one_line(second, argv, message, saved, capsys):
-    saved([timed("v0_a", 3.0)], gpu="X")
+    saved([timed(V0, 3.0)], gpu="X")
     saved(**second)
     with pytest.raises(SystemExit) as error:
         compare.main(argv)
@@ -111,24 +113,24 @@ def test_two_files_and_one_stage_make_one_table(saved, capsys):
 
 
 def test_a_pass_that_a_run_skipped_has_its_parents_times(capsys):
-    """The run of results/ skips v35's forward, because it is v34's."""
+    """The run of results/ skips v5's forward, because it is v4's."""
     file = str(results.run_file("forward-d128"))
-    compare.main([file, file, "--stage", "v35"])
-    v35 = rows(capsys.readouterr().out)
-    compare.main([file, file, "--stage", "v34"])
-    assert v35 == rows(capsys.readouterr().out) and len(v35) == 6 and all(row[3] == "1.00" for row in v35)
+    compare.main([file, file, "--stage", "v5"])
+    v5 = rows(capsys.readouterr().out)
+    compare.main([file, file, "--stage", "v4"])
+    assert v5 == rows(capsys.readouterr().out) and len(v5) == 6 and all(row[3] == "1.00" for row in v5)
 
 
 def test_runs_have_ids_and_names_and_the_headers_tell_them_apart(saved, capsys):
     """Without names, the last two runs are those with the latest dates inside, and not those with the highest ids."""
     for ms, name, commit in ((4.0, "before", "c"), (2.0, "after", "c"), (1.0, "last", "d")):
-        saved([timed("v1_b", ms)], gpu="X", name=name, commit=commit, backwards=True)
+        saved([timed(V1, ms)], gpu="X", name=name, commit=commit, backwards=True)
     compare.main([])
-    assert rows(capsys.readouterr().out, "v1_b") == [["v1_b", "2 ± 0.01", "4 ± 0.01", "0.50"]]
+    assert rows(capsys.readouterr().out, V1) == [[V1, "2 ± 0.01", "4 ± 0.01", "0.50"]]
     compare.main(["before", "2"])
     out = capsys.readouterr().out
-    assert rows(out, "v1_b")[0][-1] == "2.00" and "A (0001): ms ± IQR" in headers(out) and "B (0002): ms" in headers(out)
+    assert rows(out, V1)[0][-1] == "2.00" and "A (0001): ms ± IQR" in headers(out) and "B (0002): ms" in headers(out)
     assert "A: .benchmarks/Linux/0001_before.json: X" in out and "B: .benchmarks/Linux/0002_after.json: X" in out
     compare.main(["0003_last", "0001"])
     out = capsys.readouterr().out
-    assert rows(out, "v1_b")[0][-1] == "0.25" and "A (d): ms" in headers(out) and "B (c): ms" in headers(out)
+    assert rows(out, V1)[0][-1] == "0.25" and "A (d): ms" in headers(out) and "B (c): ms" in headers(out)

@@ -9,6 +9,7 @@ only be finite.
 import argparse
 import functools
 import gc
+import inspect
 import itertools
 import json
 import math
@@ -32,11 +33,10 @@ from common.measure.options import json_path, list_of, one_of, positive, single,
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE, INTERPRETED
-from common.show import counts, results
+from common.show import counts, results, tracks
 from common.show.results import AGAIN, CODE, HEAD_DIMS, MEAN_OVER, source, spoken
 from common.show.summary import summary
-from common.show.tables import speed_table
-from common.show.tracks import stages_of
+from common.show.tables import markdown, speed_table
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
@@ -148,18 +148,19 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--again", type=single(stages.resolve), metavar="STAGE", help="measure one of the stages twice, to see the noise"
     )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
+    of_tracks = " ".join(f"{', '.join(track.runs)}: {track.title}." for track in tracks.known().values())
     parser.add_argument("--stale", action="store_true", help="print which parts of results/ to measure again, and why")
+    parser.add_argument(
+        "--choice", action="store_true", help="print whose passes the newest stage chooses, and measure nothing"
+    )
     parser.add_argument("--wide", action="store_true", help="show all columns of the tables, in lines of any length")
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last stage of "
-        "the main ladder and the newest stage, at more lengths. query-groups: backwards with GQA. short-rows, short-forwards: "
-        "backwards and forwards of short sequences. decode-: few queries and many keys. sinks: attention sinks. "
-        "hidden-sinks: sinks in mid-sequence, both passes. wide-scores: "
-        "wide score distributions. wide: head dimension 256. short: calls that take mostly CPU time. passes-as-one: forward "
-        "and backward together, for a smaller model. shared: GQA, and head dimensions that differ between K and V. models: "
-        "shapes of real models, and odd lengths",
+        help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last two "
+        "stages of the trunk, at more lengths. short: calls that take mostly CPU time. passes-as-one: forward and backward "
+        "together, for a smaller model. shared: GQA, and head dimensions that differ between K and V. models: shapes of real "
+        f"models, and odd lengths. {of_tracks}",
     )
 
     options, words = parser.parse_known_args(argv)
@@ -203,44 +204,27 @@ def chosen_stages(chosen: list[str]) -> list[str]:
     return [name for name in stages.names() if name in wanted]
 
 
-LINE = [name for name in stages.names() if not stages.is_dead_end(name)]  # the stages of the main ladder and the tracks
 # head dimension -> (number of query heads, numbers of K/V heads). A K/V head serves 1, 4 or 8 query heads.
 SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
-LADDER = [name for name in LINE if not stages.track(name)]
-EVERYTHING = [*BASELINES, *stages.names()]
-NEWEST = [*BASELINES, LADDER[-1], LINE[-1]]
+EVERYTHING = [*BASELINES, *(name for name in stages.names() if not stages.is_experiment(name))]
+NEWEST = [*BASELINES, *stages.line()[-2:]]  # the newest stage chooses; the stage before it is the trunk's last without a choice
 SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; NEWEST is measured at more lengths
 # FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of a run's time.
-FAST_LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
-FASTEST = [*FAST_LIBRARIES, LINE[-1]]
+FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), stages.newest()]
 
 
-def _of_track(key: str) -> list[str]:
-    """Return the stages of a track. Before each stage comes its parent, from which its gain is measured."""
-    return list(dict.fromkeys(name for stage in stages_of(key) for name in (stages.parent(stage), stage)))
-
-
-# Implementations for D = 256.
-WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
-# Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets GPUs newer than Hopper.
-DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
-# Implementations for attention sinks and wide scores. v25 is the last stage that always keeps a running maximum. Later stages
-# guess the maximum.
-SINKS = [stages.resolve("v25"), *_of_track("sinks")]
-DECODING_KV_LENS = (1024, 16384, 65536, 524288)
-MOST_KV_BYTES = 40e9  # maximum bytes of K and V together
-
-
-def _decoding(head_dim: int) -> list[list[str]]:
-    """Return command lines for forwards with few queries. Leave out workloads whose K and V need too much memory."""
-    found = []
-    for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
-        key = 2 * 2 * batch * kv_heads * head_dim  # bytes of one key's K and V in all heads and batch elements
-        kv_lens = [kv_len for kv_len in DECODING_KV_LENS if key * kv_len <= MOST_KV_BYTES]
-        found.append([
-            "--pass=fwd", "--causal=no", "--dtype=bfloat16", f"--head-dim={head_dim}", "--seq-len=1,16",
-            f"--kv-len={','.join(map(str, kv_lens))}", f"--batch={batch}", f"--heads={heads}", f"--kv-heads={kv_heads}",
-        ])  # fmt: skip
+def _track_runs() -> dict[str, list[tuple[list[str], list[str]]]]:
+    """Return the runs of all tracks, as in `GRIDS`. A run measures libraries, the stage from which the track starts, the
+    track's stages and the newest stage."""
+    found = {}
+    for key, track in tracks.known().items():
+        ours = [name for name in stages.names() if stages.track(name) == key and not stages.is_experiment(name)]
+        names = [name for name in BASELINES if name not in track.without]
+        names = [*dict.fromkeys([*names, stages.parent(ours[0]), *ours, stages.newest()])]
+        for run, lines in track.runs.items():
+            if run in found:
+                raise SystemExit(f"two tracks have a run {run!r} in benchmark.toml; {key} is the second")
+            found[run] = [(line.split(), names) for line in lines]
     return found
 
 
@@ -251,25 +235,7 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
     },
     **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
     **{f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], NEWEST)] for dim in HEAD_DIMS},
-    "query-groups": [
-        (
-            ["--pass=bwd", "--causal=yes", "--head-dim=128", "--heads=64", "--kv-heads=8", "--seq-len=4096,8192,16384,32768"],
-            [*FAST_LIBRARIES, *_of_track("query-groups")],
-        )
-    ],
-    "short-rows": [(["--pass=bwd", "--head-dim=64", "--seq-len=512,1024"], [*FAST_LIBRARIES, *_of_track("short-rows")])],
-    "short-forwards": [
-        (["--pass=fwd", "--head-dim=64,128,256", "--seq-len=256,512"], [*FAST_LIBRARIES, *_of_track("short-forwards")])
-    ],
-    "wide": [(["--head-dim=256", "--seq-len=1024,4096,16384"], WIDE)],
     "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--head-dim=64", "--causal=no"], EVERYTHING)],
-    **{
-        name: [(["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", values], SINKS)]
-        for name, values in (("sinks", "--sink=8,16,24"), ("wide-scores", "--score-std=1,2,4,8"))
-    },
-    "hidden-sinks": [
-        (["--seq-len=4096", "--dtype=float16,bfloat16", "--sink=0,24@2050,24@2050/0"], [*SINKS, *FAST_LIBRARIES, LINE[-1]])
-    ],
     "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
     "shared": [
         (
@@ -282,7 +248,6 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         ([f"--head-dim={dim}", f"--value-dim={value_dim}", "--seq-len=4096"], FASTEST)
         for dim, value_dim in ((64, 128), (128, 64))
     ],
-    **{f"decode-d{dim}": [(argv, DECODING) for argv in _decoding(dim)] for dim in HEAD_DIMS},
     "models": [(["--dtype=bfloat16", *argv], FASTEST) for argv in (
         # Llama 3 with 8 and with 70 billion parameters, BERT, and ViT-L, whose 196 patches and class token make 197 tokens
         ["--head-dim=128", "--heads=32,64", "--kv-heads=8", "--causal=yes", "--seq-len=4096,8192,32768"],
@@ -290,6 +255,7 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         ["--head-dim=64", "--heads=16", "--causal=no", "--seq-len=197", "--batch=64"],
         ["--head-dim=128", "--seq-len=1023,3001,5000"],
     )],
+    **_track_runs(),
 }  # fmt: skip
 
 
@@ -311,7 +277,7 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
         again = options.again
     else:
         chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
-        again = LINE[-1]
+        again = stages.newest()
     found = []
     for workload, names in ((workload, names) for selected, names in chosen for workload in selected):
         kept = [
@@ -348,6 +314,23 @@ def show_stale():
         path = results.ROOT / "results" / f"{name}-{gpu}.json"
         if path.exists() and (rows := stale(name, path)):
             print(f"make reference GRID={name} FILE=results/{path.name}  # {', '.join(rows)}")
+
+
+def choices(name: str, works: list[Workload]) -> str:
+    """Return a table of the stages whose passes the stage `name` chooses, one row for each workload.
+
+    Raises:
+        SystemExit: the stage has no function `choice`.
+    """
+    if not (choose := getattr(stages.load(name), "choice", None)):
+        raise SystemExit(f"{name} chooses nothing, because it has no function `choice`")
+    taken, rows = inspect.signature(choose).parameters, []
+    for work in works:
+        given = {each: getattr(work, each) for each in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "causal")}
+        given |= {"seq_q": work.seq_len, "seq_k": work.kv_len, "diagonal": 0, "dtype": workloads.DTYPES[work.dtype]}
+        found = choose(**{each: value for each, value in given.items() if each in taken})
+        rows.append([work.label, ", ".join(getattr(found, CODE[part]) for part in work.pass_.split("+"))])
+    return markdown(rows, ["workload", f"{spoken(name)} chooses"], ("workload", f"{spoken(name)} chooses"))
 
 
 def expected_seconds(impl: str, workload: Workload) -> float:
@@ -635,6 +618,9 @@ def main(argv: list[str]) -> int:
     options = parse_options(argv)
     if options.stale:
         show_stale()
+        return 0
+    if options.choice:
+        print(choices(options.about or stages.newest(), list(dict.fromkeys(work for _, work in cases(options)))))
         return 0
     if not INTERPRETED and not torch.cuda.is_available():
         raise SystemExit("no GPU is here; with TRITON_INTERPRET=1, as in `make bench`, bytes and FLOPs are counted on the CPU")

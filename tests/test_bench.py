@@ -1,5 +1,6 @@
 """The benchmark parses its command line, chooses its cases, checks results, and completes whole runs."""
 
+import collections
 import contextlib
 import itertools
 import json
@@ -15,9 +16,8 @@ import stages
 from common.measure import digest
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.show import counts
+from common.show import counts, tracks
 from common.show.tables import speed_table
-from common.show.tracks import TRACKS, stages_of
 
 ROOT = programs.ROOT
 
@@ -96,9 +96,9 @@ def test_reference_run_measures_a_stage_twice_as_far_apart_as_it_can_and_no_code
     by_workload = {}
     for impl, work in reference_cases("forward-d64", again=True):
         by_workload.setdefault(work, []).append(impl)
-    every = [*bench.BASELINES, *(name for name in stages.names() if not bench.repeats(name, "fwd"))]
+    every = [name for name in bench.EVERYTHING if not bench.repeats(name, "fwd")]
     for work, impls in by_workload.items():
-        twice = [bench.LINE[-1] + bench.AGAIN] if bench.LINE[-1] in every else []
+        twice = [stages.newest() + bench.AGAIN] if stages.newest() in every else []
         assert impls == twice + every and (work.pass_, work.head_dim, work.dtype) == ("fwd", 64, "float16")
     assert {(work.causal, work.seq_len) for work in by_workload} == {*itertools.product((False, True), bench.MEAN_OVER)}
 
@@ -111,11 +111,11 @@ def saved_run(path, pairs, gpu=None):
 
 
 def test_a_reference_is_stale_where_a_row_is_missing_or_measured_other_code(tmp_path, monkeypatch, capsys):
-    path, pairs, newest = tmp_path / "results" / "newest-d64-h200.json", reference_cases("newest-d64"), bench.LINE[-1]
+    path, pairs, newest = tmp_path / "results" / "newest-d64-h200.json", reference_cases("newest-d64"), stages.newest()
     path.parent.mkdir()
     monkeypatch.setattr(bench.results, "ROOT", tmp_path)
-    every = [f"{stages.version(impl)} {pass_}" for impl in bench.NEWEST[len(bench.BASELINES) :] for pass_ in ("fwd", "bwd")]
-    assert sorted(bench.stale("newest-d64", path)) == sorted(every)
+    every = [f"{stages.version(impl)} {work.pass_}" for impl, work in pairs if impl not in bench.BASELINES]
+    assert bench.stale("newest-d64", path) == [*dict.fromkeys(every)]
     run = saved_run(path, pairs)
     assert bench.stale("newest-d64", path) == []
     monkeypatch.setattr(bench, "DEVICE", "cuda")  # a run on the same GPU, here on none, would measure nothing new
@@ -127,27 +127,87 @@ def test_a_reference_is_stale_where_a_row_is_missing_or_measured_other_code(tmp_
     assert bench.stale("newest-d64", path) == [f"{stages.version(newest)} {record['pass']}"]
     saved_run(path, [(impl, work) for impl, work in pairs if impl != newest])
     assert bench.main(["--stale"]) == 0
-    short = stages.version(newest)
-    command = f"make reference GRID=newest-d64 FILE=results/{path.name}  # {short} fwd, {short} bwd\n"
-    assert capsys.readouterr().out == command
+    rows = ", ".join(row for row in dict.fromkeys(every) if row.startswith(f"{stages.version(newest)} "))
+    assert capsys.readouterr().out == f"make reference GRID=newest-d64 FILE=results/{path.name}  # {rows}\n"
 
 
 def test_a_pass_that_a_stage_has_from_its_parent_is_a_repeat():
-    for version, same in {"v4b": ["bwd"], "v5": ["fwd"], "v6": [], "v9": ["bwd"], "v49": ["fwd"]}.items():
+    for version, same in {"v4": [], "v4b": ["bwd"], "v5": ["fwd"]}.items():
         assert [pass_ for pass_ in ("fwd", "bwd", "fwd+bwd") if bench.repeats(stages.resolve(version), pass_)] == same
     assert not bench.repeats("v0_naive", "fwd") and not bench.repeats("sdpa-cudnn", "fwd")
 
 
-@pytest.mark.parametrize("key", TRACKS)
-def test_a_track_has_its_stages_and_their_parents_in_its_benchmark(key):
-    track, line = TRACKS[key], stages_of(key)
+def in_the_run(name, pass_, measured):
+    """Return whether a run measures a stage's pass, or the same pass of a stage above it."""
+    while name not in measured and bench.repeats(name, pass_):
+        name = stages.parent(name)
+    return name in measured
 
-    for grid in track.grids:
-        measured = {impl for impl, work in reference_cases(grid) if work.pass_ == track.pass_ and track.counts(work)}
-        for name in (*map(stages.parent, line), *line):
-            while name not in measured and bench.repeats(name, track.pass_):
-                name = stages.parent(name)
-            assert name in measured
+
+def test_a_track_s_runs_measure_its_stages_where_it_starts_and_the_newest():
+    for key, track in tracks.known().items():
+        wanted = stages.parent(stages.line(key)[0]), *stages.line(key), stages.newest()
+        for run in track.runs:
+            measured = {impl for impl, work in reference_cases(run) if work.pass_ == track.pass_}
+            assert not [name for name in wanted if not in_the_run(name, track.pass_, measured)], run
+
+
+BENCHMARK = """
+title = "Short rows"
+pass = "bwd"
+words = "one batch"
+at = "B = 1"
+without = ["sdpa-flash"]
+
+[runs]
+some = ["--pass=bwd --batch=1 --seq-len=64"]
+"""
+
+
+@pytest.fixture
+def branch(tmp_path, monkeypatch):
+    """A tree with the track `made`: it starts from v3, and has two stages, a dead end and an experiment."""
+    for name, line in {"made1_a": 'PARENT = "v3"', "made1a_x": "", "made2_b": "", "made3_mine": "EXPERIMENT = True"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line + "\n")
+    monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
+    (tmp_path / "made1_a" / "benchmark.toml").write_text(BENCHMARK)
+    return tmp_path / "made1_a" / "benchmark.toml"
+
+
+def test_a_track_s_benchmark_stands_in_its_first_stage(branch):
+    libraries = [name for name in bench.BASELINES if name != "sdpa-flash"]
+    ours = ["v3_fa2_causal", "made1_a", "made1a_x", "made2_b", stages.newest()]
+    assert bench._track_runs()["some"] == [(["--pass=bwd", "--batch=1", "--seq-len=64"], libraries + ours)]
+    assert tracks.read("made").title == "Short rows" and tracks.read(None) is None
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ('pass = "bwd"', "", "benchmark.toml: .* argument: 'pass_'"), ('at = "B = 1"', "", "benchmark.toml: .* argument: 'at'"),
+    ("title =", "tilte =", "benchmark.toml: .* argument 'tilte'"), ("[runs]", "[runs", "benchmark.toml: Expected"),
+])  # fmt: skip
+def test_an_incomplete_benchmark_is_named_in_one_line(branch, old, new, message):
+    branch.write_text(BENCHMARK.replace(old, new))
+    with pytest.raises(SystemExit, match=message) as stopped:
+        tracks.known()
+    assert "\n" not in str(stopped.value)
+
+
+def test_a_choice_is_printed_for_each_workload_and_nothing_is_measured(monkeypatch, capsys):
+    def choice(batch, seq_k, causal, dtype):
+        """A choice need not take all facts of a workload."""
+        assert (batch, causal, dtype) == (1, False, torch.float16)
+        return Choice("v2_fa1_tiling" if seq_k < 64 else "v3_fa2_causal", "v4_autotune_descriptor")
+
+    Choice = collections.namedtuple("Choice", ["forward", "backward"])
+    monkeypatch.setattr(stages.load("v5"), "choice", choice, raising=False)
+    shape = ["--seq-len=32", "--kv-len=32,64", "--causal=no", "--head-dim=16", "--batch=1", "--pass=fwd,fwd+bwd"]
+    assert bench.main(["--choice", "--stage=v5", *shape]) == 0
+    rows = [line.strip("|").split("|")[1].strip() for line in capsys.readouterr().out.splitlines()]
+    both = ", v4_autotune_descriptor"
+    assert rows[2:] == ["v2_fa1_tiling", "v2_fa1_tiling" + both, "v3_fa2_causal", "v3_fa2_causal" + both]
+    with pytest.raises(SystemExit, match="v3_fa2_causal chooses nothing"):
+        bench.main(["--choice", "--stage=v3"])
 
 
 @pytest.mark.parametrize("where", [(1, 2), (1,), (1, 2, slice(16, 32))], ids=["head", "batch element", "tile of rows"])

@@ -15,6 +15,7 @@ import stages
 from common.measure import files, terminal, traffic
 from common.measure.counter import Launch
 from common.measure.footprint import MIB_IN_MB
+from common.measure.workloads import Workload
 from common.show import counts, front, results, tracks
 from common.show.profiles import constants_table, energy_table, traffic_table, units_table
 from common.show.scaling import scaling_passage, scaling_tables
@@ -26,9 +27,13 @@ PREDICTED = f"predicted, S = {results.COUNTED_AT}"  # a column
 
 def _spans(name: str) -> list[tuple]:
     """Return the spans of a stage's tables: a pass that the stage changes, a head dimension and a mask."""
-    parent, head_dims = stages.parent(name), (256,) if stages.track(name) == "wide" else results.HEAD_DIMS
-    passes = [pass_ for pass_ in results.CODE if not (parent and results.same_code(name, parent, pass_))]
-    return [*itertools.product(passes, head_dims, (False, True))]
+    return [*itertools.product(_passes(name), results.HEAD_DIMS, (False, True))]
+
+
+def _passes(name: str) -> list[str]:
+    """Return the passes that a stage changes."""
+    parent = stages.parent(name)
+    return [pass_ for pass_ in results.CODE if not (parent and results.same_code(name, parent, pass_))]
 
 
 def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
@@ -62,7 +67,9 @@ def traffic_of_step(name: str) -> str:
     rows = {}
     for span in _spans(name):
         both = [results.counted(stage, *span) for stage in (parent, name) if stage]
-        cells = [[show(count) if count else "-" for count in both] for show in columns.values()]
+        if None in both:
+            return "Not counted yet."
+        cells = [[show(count) for count in both] for show in columns.values()]
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
@@ -80,12 +87,16 @@ def predicted(name: str, gpu: traffic.Gpu, *span) -> str | None:
 
 
 def gain_table(name: str) -> str:
+    """Format a step's measured gain: on its track's benchmark, or on the papers' workloads for a stage of the trunk."""
+    if not _passes(name):
+        return f"{results.spoken(name)} has the same code as {results.spoken(stages.parent(name))}."
+    return track_gains(name) if tracks.read(stages.track(name)) else trunk_gains(name)
+
+
+def trunk_gains(name: str) -> str:
     """Format a step's predicted gain and its measured gain by sequence length. For the first stage, format its milliseconds."""
-    parent, key = stages.parent(name), stages.track(name)
-    found = tracks.runs_of(key) if key == "wide" else results.runs()
+    parent, found = stages.parent(name), results.runs()
     used = {span: results.newest(found, *span[:2], name, *filter(None, [parent])) for span in _spans(name)}
-    if not used:
-        return f"{results.spoken(name)} has the same code as {results.spoken(parent)}."
     changed = []
 
     def cell(run, work):
@@ -106,49 +117,54 @@ def gain_table(name: str) -> str:
         return f"The table shows milliseconds ({where}).\n\n{_step_table(rows, headers)}"
     gpus = ((span, traffic.GPUS.get(results.gpu_of(run.machine).lower())) for span, run in used.items() if run)
     forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus if gpu}
-    by = [f"[predicted]({PREDICTION})"] * any(forecasts.values())
-    if by:
-        headers.insert(0, PREDICTED)
-        rows = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}
-    by += [f"measured ({where}{results.CHANGED * any(changed)})"] if where else []
-    missing = dict.fromkeys(f"{PASS_NAMES[span[0]]}, D = {span[1]}" for span, run in used.items() if not run)
+    rows = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}
+    by = [f"[predicted]({PREDICTION})", *([f"measured ({where}{results.CHANGED * any(changed)})"] if where else [])]
     caption = [f"Speed over {results.spoken(parent)}: {', '.join(by)}."]
-    caption += [f"Not measured against {results.spoken(parent)} yet: {'; '.join(missing)}."] if missing else []
-    if key and (of_track := tracks.gain(key, name, parent)):
-        elsewhere = f" ({tracks.place(key)})" if tracks.place(key) != where else ""
-        caption.append(f"On its track{elsewhere}: {of_track}.")
-    table = _step_table(rows, headers)
+    table = _step_table(rows, [PREDICTED, *headers])
     return f"{' '.join([*caption, *legend(table)])}\n\n{table}"
 
 
-def scores_table(name: str) -> str:
-    """Format a stage's forward speed divided by that of the oldest stage in the runs of wide scores and sinks, which keeps a
-    running maximum. For a stage of the track, add rows for the stage from which the track starts."""
-    paths = [path for path in map(results.run_file, ("spread", "wide-scores", "sinks")) if path.exists()]
-    found = [run for run in map(results.load_run, paths) if name in run.names]
-    first = min((each for run in found for each in run.names if stages.position(each)), key=stages.position)
-    track = tracks.stages_of("sinks")
-    works = {}  # by column and dtype
-    for work in dict.fromkeys(work for run in found for work in run.works):
-        works.setdefault((work.sink, work.score_std), {}).setdefault(work.dtype, []).append(work)
-    rows = []
-    for each, dtype in itertools.product([stages.parent(track[0]), name] if name in track else [name], ("float16", "bfloat16")):
-        gains = [results.ratio(found, each, first, works[point][dtype]) for point in sorted(works)]
-        rows.append([results.spoken(each), dtype, *(str(gain or "wrong") for gain in gains)])
-    names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for sink, std in sorted(works)]
-    table = markdown(rows, ["forward", "", *names], ("forward", ""))
-    caption = [
-        f"Speed over {results.spoken(first)}: the mean over workloads, then the lowest and the highest.",
-        "*deviation*: the standard deviation of the scores.",
-        "*sink*: the score of key 0 in nats." if "sink" in table else "",
-        "*wrong*: the errors were too large, so the stage was not timed." if "wrong" in table else "",
-        f"S = {found[0].works[0].seq_len}, measured on {results.places(found)}.",
-    ]
-    return f"{' '.join([*filter(None, caption), *legend(table)])}\n\n{table}"
+def _words(work: Workload) -> tuple[str, ...]:
+    """Return the properties of a workload in words: two workloads of a track may differ in each."""
+    return (
+        PASS_NAMES[work.pass_], f"D = {work.head_dim}", f"S = {work.seq_len}", f"Sk = {work.kv_len}", mask(work.causal),
+        f"H / Hkv = {work.heads // work.kv_heads}", f"B = {work.batch}", work.dtype,
+        work.label.partition(f" {work.dtype} ")[2] or "narrow scores",
+    )  # fmt: skip
+
+
+def groups(works: list[Workload]) -> dict[str, list[Workload]]:
+    """Group workloads by each property that tells more than the properties before it. Return the groups by their names."""
+    kept, found = [], {"all workloads": works}
+    for words in zip(*map(_words, works), strict=True):
+        if len(set(words)) > 1 and all(len({*zip(old, words, strict=True)}) > len(set(old)) for old in kept):
+            kept.append(words)
+            for work, word in zip(works, words, strict=True):
+                found.setdefault(word, []).append(work)
+    return found
+
+
+def track_gains(name: str) -> str:
+    """Format a step's measured gain on its track's benchmark: over all workloads, then over groups of workloads."""
+    key = stages.track(name)
+    found, parent, first = tracks.runs_of(key), stages.parent(name), stages.parent(stages.line(key)[0])
+    works = list(dict.fromkeys(work for run in found for work in run.works if work.pass_ in _passes(name)))
+    columns = {f"× {results.spoken(old)}": old for old in dict.fromkeys((parent, first))}
+    rows = {}
+    for words, group in groups(works).items():
+        gains = [results.ratio(found, name, old, group) for old in columns.values()]
+        share = results.ratio(found, name, results.FASTEST, group)
+        rows[words] = [str(gain or "-") for gain in gains] + [share.percent if share else "-"]
+    what = f"On the track's benchmark ({tracks.read(key).words})"
+    if all(row[0] == "-" for row in rows.values()):
+        return f"{what}, {results.spoken(name)} is not measured yet."
+    table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
+    caption = [f"{what}, measured on {tracks.place(key)}.", *legend(table)]
+    return f"{' '.join(caption)}\n\n{table}"
 
 
 # generated passages that a stage's README may have
-PASSAGES = {"traffic": traffic_of_step, "gain": gain_table, "scores": scores_table}
+PASSAGES = {"traffic": traffic_of_step, "gain": gain_table}
 KEPT = (  # the files of results/ whose tables are committed; `make table` prints the tables of any file
     "wide-h100", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2"
 )  # fmt: skip
@@ -159,14 +175,14 @@ def _run_tables(saved: dict) -> str:
     records = saved.get("records") or [each["extra_info"] for each in saved["benchmarks"]] + saved["failures"]
     if saved["machine_info"]["gpu"]:
         return speed_table(records, saved["machine_info"])
-    return counts.tables(records, saved["machine_info"], wide=True)
+    return counts.tables(results.present(records), saved["machine_info"], wide=True)
 
 
 KINDS = {  # a field of a file, or of its first record or case -> the heading, and the function that formats the file
     "benchmarks": ("Benchmark", _run_tables),
     "links": ("One sequence shared by several GPUs", scaling_tables),
     "flops_executed": ("Counted traffic", _run_tables),
-    "decision": ("Constants of the newest stage", constants_table),
+    "decision": ("Constants of a plan", constants_table),
     "joules": ("Energy and the power limit", energy_table),
     "counted": ("Counted and measured traffic", traffic_table),
     "kernels": ("How busy each unit is, and why warps wait", units_table),
@@ -183,27 +199,39 @@ def tables_of(path: Path) -> str:
     try:
         result = json.loads(path.read_text())
         fields = {*result, *(result.get("records") or result.get("cases") or [()])[0]}
+        if "cases" in result and "impl" in fields:
+            result["cases"] = results.present(result["cases"])
         heading, table = next(kind for field, kind in KINDS.items() if field in fields and "machine_info" in fields)
         return f"# {heading}: {path.stem}\n\n{table(result)}\n"
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-        known = "runs that `make bench` saved have some, and so have most files of results/"
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration):
+        known = "runs that `make bench` saved have some, and so have most files of results/ whose stages still exist"
         raise ValueError(f"{path} has no tables; {known}") from None
 
 
 def step_hunk() -> str:
-    """Return v6's change to the order of tiles, as a diff."""
-    old, new = (stages.resolve(version) for version in ("v5", "v6"))
-    before, after = (stages.source(name, "forward.py").splitlines() for name in (old, new))
-    before, after = (lines[ast.parse("\n".join(lines)).body[0].end_lineno :] for lines in (before, after))  # no docstring
-    lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
-    hunks = "\n".join(line for line in lines if not line.startswith("@@") and not line[1:].startswith("from "))
-    return f"```diff\n{hunks}\n```"
+    """Return v5's change to `_accumulate_dkv`, as a diff."""
+    versions = []
+    for name in map(stages.resolve, ("v4", "v5")):
+        text = stages.source(name, "backward.py")
+        kernel = next(node for node in ast.parse(text).body if getattr(node, "name", "") == "_accumulate_dkv")
+        versions.append(text.splitlines()[kernel.body[0].lineno : kernel.end_lineno])  # without the parameters
+    lines = list(difflib.unified_diff(*versions, n=0, lineterm=""))[2:]
+    return "```diff\n{}\n```".format("\n".join(line for line in lines if not line.startswith("@@")))
+
+
+def old_names() -> str:
+    """Return a table of the names that stages had before they were a tree."""
+    found = {}
+    for old, new in stages.moved().items():
+        found.setdefault(new, []).append(f"`{old}`")
+    rows = [[", ".join(old), f"[{new}](../stages/{new})"] for new, old in found.items()]
+    return markdown(rows, ["old name", "now"], ("old name", "now")) if rows else "No stage has moved."
 
 
 # The passages that README.md, CONTRIBUTING.md and docs/ may have between markers.
 FRONT = {
     "headline": lambda: front.headline(results.runs()), "ladder": lambda: front.ladder(results.runs()), "hunk": step_hunk,
-    "scaling": scaling_passage,
+    "scaling": scaling_passage, "names": old_names,
 }  # fmt: skip
 
 
@@ -214,10 +242,11 @@ def with_passages(text: str, passages: dict[str, Callable[[], str]]) -> str:
 
 
 def documents(new: str | None = None) -> dict[Path, str]:
-    """Return the new text of each document that has generated parts. For a new stage, return README.md and the stage's own."""
-    pages = [results.ROOT / "README.md"] if new else sorted([*results.ROOT.glob("*.md"), *results.ROOT.glob("docs/*.md")])
+    """Return the new text of each document that has generated parts. For a new stage, return only the stage's own README.md."""
+    pages = sorted(path for folder in (".", "docs") for path in results.ROOT.glob(f"{folder}/*.md"))
+    pages = [] if new else [*pages, results.ROOT / "results" / "README.md"]
     found = {path: with_passages(path.read_text(), FRONT) for path in pages}
-    for name in [new] if new else stages.names():
+    for name in [new] if new else itertools.filterfalse(stages.is_experiment, stages.names()):
         passages = {passage: functools.partial(write, name) for passage, write in PASSAGES.items()}
         path = results.ROOT / "stages" / name / "README.md"
         found[path] = with_passages(path.read_text(), passages)

@@ -1,5 +1,6 @@
 """Write the generated parts of README.md: the newest stage's speed, and the ladder of all stages."""
 
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -7,7 +8,6 @@ import stages
 from common.show import results, tracks
 from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
-from common.show.tracks import TRACKS
 
 HEAD_DIM = max(results.HEAD_DIMS)  # the head dimension in README.md's tables
 
@@ -41,15 +41,16 @@ def _table(first: str, rows: Iterable[list], more: list[str]) -> str:
     return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
 
 
-def track_table(key: str) -> str:
-    """Format a track: its workloads, and a row for each stage."""
-    track, found, rows, headers = TRACKS[key], tracks.runs_of(key), [], ["× parent", "% of fastest"]
-    for name in tracks.stages_of(key):
-        gained, share = tracks.gain(key, name, stages.parent(name)), tracks.gain(key, name, results.FASTEST)
+def track_table(key: str, track: tracks.Track) -> str:
+    """Format a track: its workloads, and a row for each stage. The first row is the stage from which the track starts."""
+    found, line, headers = tracks.runs_of(key), stages.line(key), ["× parent", "% of fastest"]
+    rows = []
+    for name in (stages.parent(line[0]), *line):
+        gained = tracks.gain(key, name, stages.parent(name)) if name in line else None
+        share = tracks.gain(key, name, results.FASTEST)
         rows.append([*start(name), str(gained or "-"), share.percent if share else "-"])
+    rows[0][1:3] = ["The track starts from this stage", "-"]
     libraries = list(dict.fromkeys(results.spoken(name) for run in found for name in run.libraries))
-    if found and not libraries:  # the track's runs compare stages only
-        headers, rows = headers[:1], [row[:-1] for row in rows]
     facts = [f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}."]
     facts += [f"Libraries: {', '.join(libraries)}."] if libraries else []
     measured = any(cell != "-" for row in rows for cell in row[3:])
@@ -58,7 +59,7 @@ def track_table(key: str) -> str:
 
 
 def ladder(found: list[results.Run]) -> str:
-    """Return the table of the main ladder, then the tables of the tracks and of the dead ends."""
+    """Return the table of the trunk, then the tables of the tracks and of the dead ends."""
     used = []
 
     def rows(names):
@@ -67,10 +68,9 @@ def ladder(found: list[results.Run]) -> str:
             used.extend(from_)
             yield [*start(name), *(cell for both in cells.values() for cell in both)]
 
-    names = stages.names()
     more = [f"{PASS_NAMES[pass_]} {what}" for pass_ in results.CODE for what in ("× parent", "% of fastest")]
-    main = _table("stage", rows(name for name in names if not stages.is_dead_end(name) and not stages.track(name)), more)
-    dead_ends = _table("dead end", rows(filter(stages.is_dead_end, names)), more)
+    main = _table("stage", rows(stages.line()), more)
+    dead_ends = _table("dead end", rows(filter(stages.is_dead_end, stages.names())), more)
     libraries = dict.fromkeys(results.spoken(name) for run in used for name in run.libraries)
     measured = (
         f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
@@ -80,13 +80,12 @@ def ladder(found: list[results.Run]) -> str:
         "A dead end is an idea that looked good but made nothing faster. Its parent has the same number: v4a starts from v4. "
         "The workloads are the ladder's."
     )
-    return "\n\n".join([main, measured, *map(track_table, TRACKS), words, dead_ends])
+    return "\n\n".join([main, measured, *itertools.starmap(track_table, tracks.known().items()), words, dead_ends])
 
 
 def headline(found: list[results.Run]) -> str:
     """Return a table that compares the newest measured stage with the first stage and the libraries."""
-    line = {name for run in found for name in run.names if stages.position(name) and not stages.is_dead_end(name)}
-    line = sorted(line, key=results.stage_order)
+    line = [name for name in stages.line() if any(name in run.names for run in found)]
     held = {name: [results.newest(found, pass_, HEAD_DIM, name) for pass_ in results.CODE] for name in line}
     if not (both := [name for name in line if all(held[name])]):
         return "Not measured yet."

@@ -9,7 +9,7 @@ matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt  # noqa: E402
 
 import stages  # noqa: E402
-from common.show import results  # noqa: E402
+from common.show import results, tracks  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
 # Lines of libraries. Color-blind readers can tell the colors apart.
@@ -33,26 +33,22 @@ def _save(figure, path: Path, title: str):
 
 
 def draw_evolution(found: list[results.Run], directory: Path):
-    """Plot the mean TFLOP/s for the largest head dimension: bars for the stages, lines for the libraries. All bars and lines of
-    a pass are from one run: the one with the most stages, or the newest of several."""
+    """Plot the mean TFLOP/s for the largest head dimension: bars for the trunk's stages and the tracks' last stages, lines for
+    the libraries. All bars and lines of a pass are from one run: the one with the most stages, or the newest of several."""
     figure, grid = plt.subplots(2, 1, figsize=(13, 7.5), layout="constrained", sharey=True)
-    used = []
+    used, shown = [], [*stages.line(), *(stages.line(key)[-1] for key in tracks.known())]
     for axes, pass_ in zip(grid, results.CODE, strict=True):
         works = results.mean_over(pass_, max(results.HEAD_DIMS))
-        held = {run: [name for name in run.names if run.holds(name, works) and not stages.is_dead_end(name)] for run in found}
-        run = max(held, key=lambda run: sum(map(bool, map(stages.position, held[run]))))
+        held = {run: [name for name in shown if run.holds(name, works)] for run in found}
+        run = max(held, key=lambda run: len(held[run]))
         used.append(run)
-        rates = {name: run.rate(name, works) for name in held[run]}
-        line = [name for name in rates if stages.position(name)]
+        line, libraries = held[run], [name for name in run.libraries if run.holds(name, works)]
+        rates = {name: run.rate(name, works) for name in (*line, *libraries)}
         axes.set_title(f"{PASS_NAMES[pass_]}, D={max(results.HEAD_DIMS)}", fontsize=11)
-        if places := [place for place, name in enumerate(line) if place and stages.track(name)]:
-            top = axes.get_xaxis_transform()  # y runs from 0 to 1
-            axes.vlines(places[0] - 0.5, 0, 1, "0.5", (0, (4, 3)), transform=top, linewidth=0.8)
-            axes.text(places[0] - 0.4, 0.99, "tracks: other workloads", transform=top, va="top", fontsize=8, color="0.4")
         bars = axes.bar([results.spoken(name) for name in line], [rates[name] for name in line], color=BARS, label="stages")
         axes.margins(x=0.01, y=0.12)
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
-        for name in (name for name in rates if name not in line):
+        for name in libraries:
             look = STYLES[run.libraries.index(name) % len(STYLES)]
             axes.axhline(rates[name], linewidth=1.4, label=results.spoken(name), zorder=0, **look)
         axes.tick_params(axis="x", labelsize=8)

@@ -25,7 +25,6 @@ from common.measure.options import single
 from common.show import results, tracks
 from common.show.results import Gain, Run
 from common.show.tables import PASS_NAMES, legend
-from common.show.tracks import TRACKS
 
 WIDTH = 100  # characters in a line of a terminal
 
@@ -186,8 +185,8 @@ def result(old: str, new: str) -> dict[str, list[str]]:
             found[pass_] = ["same code"]
             continue
         lines, told = [speed_line(runs, old, new, pass_)], []
-        if key and TRACKS[key].pass_ == pass_ and (gain := tracks.gain(key, new, old)):
-            facts = filter(None, (TRACKS[key].at, gain.spread, tracks.place(key)))
+        if (track := tracks.read(key)) and track.pass_ == pass_ and (gain := tracks.gain(key, new, old)):
+            facts = filter(None, (track.at, gain.spread, tracks.place(key)))
             lines.append(f"track: {_sign(gain)} ({'; '.join(facts)})")
         for what, of in (("bytes", results.moved), ("FLOPs", lambda count: count["flops_executed"])):
             words = {}  # text -> the head dimensions for which it is true
@@ -238,8 +237,8 @@ def print_story():
     shown, track = [], None
     print(_wrapped("Each step has an idea, changed code, and a gain for each pass. The end explains the numbers.") + "\n")
     for name in stages.names():
-        if (key := stages.track(name)) and key != track:
-            heading = f"Track: {TRACKS[key].title} ({PASS_NAMES[TRACKS[key].pass_]}, {TRACKS[key].words})"
+        if (about := tracks.read(key := stages.track(name))) and key != track:
+            heading = f"Track: {about.title} ({PASS_NAMES[about.pass_]}, {about.words})"
             print(_wrapped(heading), "", sep="\n")
         track = key
         print(name, _wrapped(idea(name), "    "), sep="\n")

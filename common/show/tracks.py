@@ -1,68 +1,60 @@
-"""The tracks after the main ladder. Each track is for one kind of workload, which `bench.py --reference` measures."""
+"""The tracks' benchmarks. A track is a branch off the trunk for one kind of workload.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+The directory of a track's first stage has `benchmark.toml`: the workloads, in words and as command lines of bench.py. A track
+without this file has no benchmark and no table.
+"""
+
+import tomllib
+from typing import NamedTuple
 
 import stages
-from common.measure.workloads import Workload
 from common.show import results
 from common.show.results import Run
 
 
-@dataclass(frozen=True)
-class Track:
-    """A track's workloads. A stage names its track in its code: `TRACK = "decoding"`."""
+class Track(NamedTuple):
+    """A track and its benchmark."""
 
     title: str
-    pass_: str
-    grids: tuple[str, ...]  # values of `bench.py --reference`
-    words: str  # the track's workloads in words
+    pass_: str  # the pass that the track makes faster: "fwd" or "bwd"
+    words: str  # the workloads in words
     at: str  # short form of `words`
-    counts: Callable[[Workload], bool]
+    runs: dict[str, list[str]]  # value of `bench.py --reference` -> command lines of its run
+    without: tuple[str, ...] = ()  # libraries that the runs leave out
+    scene: dict = {}  # the workload of the pages' pictures
 
 
-TRACKS = {
-    "decoding": Track(
-        "Decoding", "fwd", ("decode-d64", "decode-d128"),
-        "one query, 1024 to 524288 keys, D = 64 and 128, bfloat16", "one query", lambda work: work.seq_len == 1,
-    ),
-    "query-groups": Track(
-        "Backwards with query groups", "bwd", ("query-groups",),
-        "4096 to 32768 tokens, 64 query heads, 8 K/V heads, causal, float16, D = 128", "GQA, causal, D = 128",
-        lambda work: work.kv_heads < work.heads,
-    ),
-    "short-rows": Track(
-        "Backwards of short sequences", "bwd", ("short-rows",),
-        "512 and 1024 tokens, float16, D = 64", "S ≤ 1024, D = 64", lambda work: work.seq_len <= 1024,
-    ),
-    "short-forwards": Track(
-        "Forwards of short sequences", "fwd", ("short-forwards",),
-        "256 and 512 tokens, D = 64, 128 and 256, float16", "S ≤ 512", lambda work: work.seq_len <= 512,
-    ),
-    "sinks": Track(
-        "Attention sinks and wide scores", "fwd", ("sinks", "wide-scores"),
-        "4096 tokens, D = 64 and 128, and scores with a sink or a standard deviation of 4 or more", "sinks and wide scores",
-        lambda work: work.sink > 0 or work.score_std >= 4,
-    ),
-    "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),
-}  # fmt: skip
+def read(key: str | None) -> Track | None:
+    """Return a track; None if it has no benchmark, and for the trunk, whose `stages.track` is None.
+
+    Raises:
+        SystemExit: the benchmark is incomplete.
+    """
+    path = next((stages.directory(name) / "benchmark.toml" for name in stages.line(key)), None)
+    if not path or not path.exists():
+        return None
+    try:
+        return Track(**{name.replace("pass", "pass_"): value for name, value in tomllib.loads(path.read_text()).items()})
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
 
 
-def stages_of(key: str) -> list[str]:
-    """Return a track's stages in order, without dead ends."""
-    return [name for name in stages.names() if stages.track(name) == key and not stages.is_dead_end(name)]
+def known() -> dict[str, Track]:
+    """Return all tracks that have a benchmark, by name."""
+    return {key: track for key in stages.tracks() if (track := read(key))}
 
 
 def runs_of(key: str) -> list[Run]:
     """Return the runs in results/ that measured a track's workloads."""
-    return [results.load_run(path) for path in map(results.run_file, TRACKS[key].grids) if path.exists()]
+    track = read(key)
+    return [results.load_run(path) for path in map(results.run_file, track.runs if track else ()) if path.exists()]
 
 
 def gain(key: str, new: str, old: str) -> results.Gain | None:
     """Return `new`'s speed divided by `old`'s speed over a track's workloads. Return None if no workload was measured with
     both. `old` may be `results.FASTEST`."""
-    track, found = TRACKS[key], runs_of(key)
-    works = {work for run in found for work in run.works if work.pass_ == track.pass_ and track.counts(work)}
+    pass_, found = read(key).pass_, runs_of(key)
+    works = {work for run in found for work in run.works if work.pass_ == pass_}
     return results.ratio(found, new, old, works)
 
 

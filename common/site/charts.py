@@ -17,7 +17,7 @@ from common.show.results import (
 )
 
 MEAN = "mean"  # value of `s` in rows with a mean over sequence lengths
-COLORS = {"main ladder": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
+COLORS = {"trunk": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
 LOOK = {
     "background": None, "font": "system-ui, sans-serif",
     "axis": {"labelColor": "currentColor", "titleColor": "currentColor", "gridColor": "#8884", "domainColor": "#8888",
@@ -34,7 +34,7 @@ def kind(name: str) -> str:
         return "library"
     if stages.is_dead_end(name):
         return "dead end"
-    return "track" if stages.track(name) else "main ladder"
+    return "track" if stages.track(name) else "trunk"
 
 
 def speeds() -> list[dict]:

@@ -25,7 +25,7 @@ from common.show.results import CODE, LEGEND, ROOT, origins, runs
 from common.show.story import functions, idea, result, sources
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark
-from common.show.tracks import TRACKS
+from common.show.tracks import known
 from common.site import charts
 from common.site.diffs import blocks
 from common.site.scenes import MOST_ZOOM, described, passes, scenes
@@ -115,7 +115,7 @@ class Site:
         self._write(
             "index.html", "index.html", title="How attention got fast", cards=cards, spec=vl_convert.vegalite_to_vega(spec),
             chart=Markup(vl_convert.vegalite_to_svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(names[0]),
-            measured="; ".join(origins(found)), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES, legend=LEGEND.values(),
+            measured="; ".join(origins(found)), documents=titles, tracks=known(), pass_names=PASS_NAMES, legend=LEGEND.values(),
         )  # fmt: skip
 
     def document(self, path: Path):

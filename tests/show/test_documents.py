@@ -7,8 +7,8 @@ from test_results import failed, records
 from test_results import run as run_of
 
 import stages
-from common.show import documents, front, results
-from common.show.tracks import TRACKS, stages_of
+from common.measure.workloads import Workload
+from common.show import documents, front, results, tracks
 
 ROOT = results.ROOT
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
@@ -26,14 +26,13 @@ def cells(table, *labels):
     return row[len(labels) :]
 
 
-def test_gain_is_shown_by_length_and_says_what_is_not_measured(monkeypatch):
+def test_gain_is_shown_by_length(monkeypatch):
     older = run_of("older", "2026-01-01", records(V0, 1.0), records(V1, 1.0, passes=["fwd"]))
     newer = run_of("newer", "2026-01-02", records(V0, 5.0), failed(records(V1, 2.0, passes=["fwd"]), 1024))
     monkeypatch.setattr(results, "runs", lambda: [newer, older])
     table = documents.gain_table(V1)
-    assert cells(table, "forward", "64", "full") == ["×2.50"] * 2 and "S = 1024" not in table
-    assert cells(table, "backward", "64", "full") == ["-"] * 2
-    assert "Not measured against v0 yet: backward, D = 64; backward, D = 128." in table
+    assert cells(table, "forward", "64", "full")[1:] == ["×2.50"] * 2 and "S = 1024" not in table
+    assert cells(table, "backward", "64", "full")[1:] == ["-"] * 2
     assert ", newer)" in table and "older" not in table
     assert cells(documents.gain_table(V0), "forward", "64", "full") == ["5.00"] * 3
 
@@ -44,7 +43,7 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(monkeypatch):
     new = run_of("new", "2026-01-02", records(V1, 4.0), records(V2, 1.0, passes=["bwd"]), records("sdpa-cudnn", 1.0))
     late = run_of("late", "2026-01-03", records(V3, 0.5, source="0" * 12), records(V2, 1.0, passes=["fwd"]))
     table = front.ladder([late, new, old])
-    found = {name: cells(table, name)[2:] for name in re.findall(r"^\| (\[v.*?) \|", table, re.MULTILINE)}
+    found = {name: cells(table, name)[2:] for name in re.findall(r"^\| (\[v[0-3]\].*?) \|", table, re.MULTILINE)}
     assert found[f"[v0](stages/{V0})"] == ["-", "25 %", "-", "25 %"]
     assert found[f"[v1](stages/{V1})"] == ["×2.00 (2.00–2.00)", "25 %", "same code", "25 %"]  # only the newer run has cuDNN
     assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00 (4.00–4.00)", "100 %"]
@@ -53,11 +52,12 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(monkeypatch):
 
 
 def test_ladder_has_each_stage_once_and_dead_ends_apart():
-    rest, dead_ends = front.ladder([]).split("| dead end |")
-    line, *of_tracks = re.split("|".join(rf"\| {track.title} \|" for track in TRACKS.values()), rest)
-    shown = [re.findall(r"\(stages/(\w+)\)", text) for text in (line, *of_tracks, dead_ends)]
-    main = [name for name in stages.names() if not stages.is_dead_end(name) and not stages.track(name)]
-    assert shown == [main, *map(stages_of, TRACKS), [*filter(stages.is_dead_end, stages.names())]] and all(shown)
+    text, known = front.ladder([]), tracks.known()
+    pieces = re.split("|".join(rf"\| {title} \|" for title in ["dead end", *(track.title for track in known.values())]), text)
+    shown = [re.findall(r"\(stages/(\w+)\)", piece) for piece in pieces]
+    of_tracks = [[stages.parent(line[0]), *line] for line in map(stages.line, known)]
+    dead_ends = [name for name in stages.names() if stages.is_dead_end(name)]
+    assert shown == [stages.line(), *of_tracks, dead_ends] and all(shown)
 
 
 @pytest.mark.parametrize("name", stages.names())
@@ -67,27 +67,45 @@ def test_an_idea_is_said_in_twelve_words(name):
     assert len(text.removeprefix("A dead end: ").split()) <= 12
 
 
-def test_claims_of_the_documents_about_lengths_hold():
-    v1, v2, v6, v7, v8, v9, v10, v22, v23, v24 = map(stages.resolve, "v1 v2 v6 v7 v8 v9 v10 v22 v23 v24".split())
+@pytest.fixture
+def track(tmp_path, monkeypatch):
+    """A tree with the track `made`, which starts from v3 and has two stages. A run measured them and a library."""
+    about = 'title = "Made"\npass = "fwd"\nwords = "some words"\nat = "some"\n[runs]\nmade = []\n'
+    for name, line in {"made1_a": 'PARENT = "v3"', "made2_b": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f'"""{name}."""\n{line}\n')
+    (tmp_path / "made1_a" / "benchmark.toml").write_text(about)
+    monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
+    monkeypatch.setattr(results, "same_code", lambda new, old, pass_: pass_ == "bwd")
+    found = [record for name, ms in ((V3, 4.0), ("made1_a", 2.0), ("made2_b", 2.0), ("flash-3", 1.0)) for record in
+             records(name, ms, passes=["fwd"], head_dims=[64])]  # fmt: skip
+    found = [record | {"ms": 1.0} if (record["impl"], record["seq_len"]) == ("made2_b", 1024) else record for record in found]
+    monkeypatch.setattr(tracks, "runs_of", lambda key: [run_of("here", "2026-01-01", found)])
 
-    def gains(new, old, pass_, head_dim, causal):
-        run = results.newest(results.runs(), pass_, head_dim, new, old)
-        works = [results.paper(pass_, head_dim, causal, s) for s in results.MEAN_OVER]
-        return [gain.mean for work in works if (gain := results.ratio([run], new, old, [work]))]
 
-    for causal in (False, True):
-        assert max(gains(v2, v1, "fwd", 128, causal)) < 1
-        for head_dim in results.HEAD_DIMS:
-            assert max(gains(v7, v6, "bwd", head_dim, causal)) < 1
-            assert max(gains(v8, v6, "fwd", head_dim, causal)) < 1
-            assert gains(v9, v8, "fwd", head_dim, causal)[0] > 1
-            assert min(gains(v10, v8, "bwd", head_dim, causal)) > 1
-    for head_dim in results.HEAD_DIMS:
-        assert max(gains(v23, v22, "fwd", head_dim, True)) < 1 < min(gains(v24, v23, "fwd", head_dim, True))
+def test_a_stage_of_a_track_shows_its_gain_on_the_track_s_benchmark(track):
+    table = documents.gain_table("made2_b")
+    assert "On the track's benchmark (some words), measured on X, here." in table
+    assert cells(table, "all workloads") == ["×1.26 (1.00–2.00)", "×2.52 (2.00–4.00)", "63 %"]
+    assert cells(table, "S = 1024") == ["×2.00 (2.00–2.00)", "×4.00 (4.00–4.00)", "100 %"]
+    assert cells(table, "causal") == ["×1.26 (1.00–2.00)", "×2.52 (2.00–4.00)", "63 %"] and "D = 64" not in table
+    shown = front.track_table("made", tracks.read("made"))
+    assert cells(shown, f"[v3](stages/{V3})")[-2:] == ["-", "25 %"]
+    assert cells(shown, "[made1](stages/made1_a)")[-2:] == ["×2.00 (2.00–2.00)", "50 %"]
+
+
+def test_workloads_are_grouped_by_what_distinguishes_them():
+    """All workloads with S = 1 have 64 keys, so groups by keys would tell nothing more."""
+    shape = {"batch": 1, "heads": 4, "head_dim": 64, "causal": False, "dtype": "float16"}
+    works = [Workload("fwd", **shape, kv_heads=kv_heads, seq_len=s, kv_len=64 * s, sink=sink, sink_key=5 * (sink > 0))
+             for s in (1, 16) for kv_heads in (4, 1) for sink in (0, 8)]  # fmt: skip
+    found = {name: len(group) for name, group in documents.groups(works).items()}
+    wanted = ["S = 1", "S = 16", "H / Hkv = 1", "H / Hkv = 4", "narrow scores", "sink=8@5"]
+    assert found == {"all workloads": 8} | dict.fromkeys(wanted, 4)
 
 
 KINDS_OF_TABLES = {
-    "forward-d64-h100": "Benchmark", "traffic-h200-shared": "Counted and measured traffic", "energy-d64-h200": "Energy",
+    "forward-d64-h100": "Benchmark", "traffic-h200-d64": "Counted and measured traffic", "energy-d64-h200": "Energy",
     "ring-h200-x2": "One sequence", "units-h200": "How busy", "constants-h200": "Constants",
     "traffic": "Counted traffic",
 }  # fmt: skip
@@ -101,7 +119,10 @@ def test_a_command_prints_the_tables_of_any_file_by_its_contents(name, tmp_path,
     assert shown.startswith(f"# {KINDS_OF_TABLES[name]}") and shown.count("\n|") > 3
 
 
-@pytest.mark.parametrize("text", ["[]", '{"machine_info": {}, "benchmarks": [{}]}', "no JSON", None])
+GONE = '{"machine_info": {}, "cases": [{"impl": "v99_gone", "counted": []}]}'
+
+
+@pytest.mark.parametrize("text", ["[]", GONE, '{"machine_info": {}, "benchmarks": [{}]}', "no JSON", None])
 def test_a_file_without_tables_is_refused(text, tmp_path, capsys):
     if text is not None:
         (tmp_path / "x.json").write_text(text)

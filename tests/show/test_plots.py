@@ -1,9 +1,10 @@
 """The plots show the numbers of the runs."""
 
 import pytest
-from test_results import records
+from test_results import V0, V1, records
 from test_results import run as run_of
 
+import stages
 from common.show import results
 
 plots = pytest.importorskip("common.show.plots")
@@ -25,11 +26,11 @@ def test_drawing_writes_what_is_committed(tmp_path):
 
 
 def test_evolution_shows_the_run_with_the_most_stages(tmp_path, monkeypatch):
-    found = [records("v0_a", 8.0), records("v1_b", 4.0), records("v1a_x", 9.0), records("sdpa-cudnn", 2.0)]
+    found = [records(V0, 8.0), records(V1, 4.0), records(stages.resolve("v4a"), 9.0), records("sdpa-cudnn", 2.0)]
     runs = [
-        run_of("few", "2026-01-03", records("v1_b", 1.0), records("flash-4", 1.0)),
+        run_of("few", "2026-01-03", records(V1, 1.0), records("flash-4", 1.0)),
         run_of("new", "2026-01-02", *found),
-        run_of("old", "2026-01-01", records("v0_a", 5.0), records("v1_b", 5.0)),
+        run_of("old", "2026-01-01", records(V0, 5.0), records(V1, 5.0)),
     ]
     figure, legend = drawn(monkeypatch, plots.draw_evolution, runs, tmp_path)
     for axes in figure.axes:

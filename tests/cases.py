@@ -15,11 +15,11 @@ import stages
 from common.entry import entry
 from common.kernels.tuning import tuners
 from common.measure import digest
-from common.measure.constants import NEVER
 from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
+ALWAYS, NEVER = 2**30, -(2**30)  # limits with which rows are always or never short
 LONG = False  # whether long tests are asked for; conftest.py sets it before the tests are imported
 TILED = (40, 100)  # (queries, keys) of a small problem: the last tiles are not full, and most queries see several key tiles
 
@@ -55,9 +55,8 @@ def in_full() -> frozenset[str]:
     """
     if not INTERPRETED:
         return frozenset(stages.names())
-    line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    plain_triton = [name for name in line if not needs_hopper(name) and not tuners(stages.load(name))]
-    return frozenset({plain_triton[-1], line[-1]})
+    plain_triton = [name for name in stages.line() if not needs_hopper(name) and not tuners(stages.load(name))]
+    return frozenset({plain_triton[-1], stages.newest()})
 
 
 def tested(every: bool = False) -> list[str]:
@@ -136,6 +135,11 @@ def parts() -> list[Part]:
 def guessing() -> list[str]:
     """Return the stages whose forwards guess the maximum, each distinct forward once."""
     return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
+
+
+def first_with(text: str, pass_: str) -> str:
+    """Return the first stage of the trunk whose code for a pass has this text."""
+    return next(name for name in stages.line() if any(text in code for code in sources(name, pass_).values()))
 
 
 def sources(name: str, pass_: str) -> dict[str, str]:

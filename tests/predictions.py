@@ -8,6 +8,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cases import first_with
+
+import stages
+
 HALF, FLOAT = 2, 4  # bytes of an element in float16 and float32
 Steps = Iterator[tuple]
 
@@ -222,14 +226,15 @@ def v5_backward(p: Problem) -> Steps:
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v13, in Gluon: the forward is v3's with tiles of its own. The backward has five matmuls, and adds up dQ in memory.
+# --- The first stage with a producer, in Gluon: the forward is v3's with tiles of its own. The backward has five matmuls, and
+# adds up dQ in memory.
 
 
-def v13_forward(p: Problem) -> Steps:
+def producer_forward(p: Problem) -> Steps:
     yield from v3_forward(replace(p, query_tile=(128, 128) if max(p.head_dim, p.value_dim) > 64 else (256, 64)))
 
 
-def v13_backward(p: Problem) -> Steps:
+def producer_backward(p: Problem) -> Steps:
     m, n = 64 if max(p.head_dim, p.value_dim) > 64 else 128, 128
     tiles = math.ceil(p.seq_q / m)
     stats = p.heads * tiles * m * 2 * FLOAT  # log2(e) · LSE, and delta, padded to whole tiles
@@ -254,7 +259,7 @@ FORMULAS = {  # a stage's version -> the formulas of its forward and its backwar
     "v3": (v3_forward, v3_backward),
     "v4": (v3_forward, v3_backward),
     "v5": (v3_forward, v5_backward),
-    "v13": (v13_forward, v13_backward),
+    stages.version(first_with("def _producer(", "backward")): (producer_forward, producer_backward),
 }
 
 

@@ -35,7 +35,7 @@ def require_hopper(stage: str):
     """Raise Unavailable if the GPU is not a Hopper GPU. The message names the stage to use instead.
 
     Args:
-        stage: the package of the calling stage, such as "stages.v8_fixed_tiles".
+        stage: the calling stage's `__package__`.
     """
     if reason := unavailable():
         evolution = importlib.import_module(stage.rpartition(".")[0])  # not at the top, because the stages import this module
@@ -128,8 +128,8 @@ def reduce_add(ptrs, tile):
 def widened(p):
     """Convert p to float32 with few registers.
 
-    Two bfloat16 elements share a register, and the inline assembly unpacks both. With Gluon's own conversion, v10's backward
-    spills.
+    Two bfloat16 elements share a register, and the inline assembly unpacks both. With Gluon's own conversion,
+    backwards spill registers.
     """
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (

@@ -1,7 +1,8 @@
 """Compile a stage's kernels without a GPU, and report their registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
-    python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # has the compiled code changed since HEAD~3?
+    python -m common.measure.aot --stage v5 --json before.json      # before an edit
+    python -m common.measure.aot --stage v5 --against before.json   # has the edit changed the compiled code?
 
 This program calls the stage's `forward` and `backward` on tensors that have no data. `StandInDriver` replaces Triton's driver
 and describes the chosen GPU. So Triton compiles every kernel for that GPU, but runs none.
@@ -19,10 +20,7 @@ import multiprocessing
 import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from types import SimpleNamespace
 
 import torch
@@ -34,7 +32,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.measure.options import add_list, command, json_path, list_of, one_of, write_json
+from common.measure.options import add_list, command, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -46,7 +44,6 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
 }  # fmt: skip
 CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
 COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
-ROOT = pathlib.Path(__file__).parents[2]
 BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # ordinary sizes, with which every kernel is compiled
 
 
@@ -217,26 +214,6 @@ def _named(case: dict) -> str:
     return " ".join(f"{name}={case[name]}" for name in CASE)
 
 
-def _at_revision(revision: str, argv: list[str]) -> list[dict]:
-    """Compile the kernels of a git revision with the current `common/measure` and options. Return their rows.
-
-    Raises:
-        SystemExit: the revision does not exist, or one of its stages or kernels does not compile.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        tree = pathlib.Path(folder)
-        archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=False)
-        if archive.returncode:
-            raise SystemExit(f"git archive {revision}: {archive.stderr.decode().strip()}")
-        subprocess.run(["tar", "--extract"], input=archive.stdout, cwd=tree, check=True)
-        shutil.copytree(ROOT / "common" / "measure", tree / "common" / "measure", dirs_exist_ok=True)
-        command = [sys.executable, "-m", "common.measure.aot", *argv, "--against=", "--json=rows.json"]  # the last value counts
-        done = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=False)
-        if done.returncode:
-            raise SystemExit(f"the kernels of {revision} do not all compile")
-        return json.loads((tree / "rows.json").read_text())["rows"]
-
-
 def differences(before: list[dict], after: list[dict]) -> list[str]:
     """Compare two lists of rows. Return a line for each kernel whose code differs, or that only one list has.
 
@@ -260,10 +237,18 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
     return lines
 
 
+def rows_of(text: str) -> list[dict]:
+    """Return the rows of a file that `--json` wrote. Raise ValueError if it is no such file."""
+    try:
+        return json.loads(pathlib.Path(text).read_text())["rows"]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ValueError(f"{text!r} is no file that --json has written") from None
+
+
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit status.
 
-    The status is 1 if a kernel does not compile, needs too much shared memory, or differs from the revision of `--against`. It
+    The status is 1 if a kernel does not compile, needs too much shared memory, or differs from the file of `--against`. It
     is 2 if the stages have no kernel to compile.
     """
     parser = command("common.measure.aot", __doc__)
@@ -275,7 +260,9 @@ def main(argv: list[str]) -> int:
         help_text = f"any of {', '.join(map(str, choices))} (default: %(default)s)"
         parser.add_argument(flag, type=list_of(one_of([*choices])), default=default, metavar="LIST", help=help_text)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
-    parser.add_argument("--against", metavar="REV", help="compare the compiled kernels with those of git revision REV")
+    parser.add_argument(
+        "--against", type=single(rows_of), metavar="FILE", help="compare the kernels with those of a file of --json"
+    )
     options = parser.parse_args(argv)
     product = itertools.product(*(getattr(options, name) for name in CASE))
     records = compile_cases([dict(zip(CASE, values, strict=True)) for values in product])
@@ -299,8 +286,8 @@ def main(argv: list[str]) -> int:
         print("nothing was compiled", file=sys.stderr)
         return 2
     if options.against and not errors:
-        lines = differences(_at_revision(options.against, argv), rows)
-        print(*lines, f"{len(rows)} kernels compared with {options.against}: {len(lines)} differ", sep="\n")
+        lines = differences(options.against, rows)
+        print(*lines, f"{len(rows)} kernels compared: {len(lines)} differ", sep="\n")
         return 1 if lines else 0
     return 1 if errors else 0
 

@@ -1,10 +1,10 @@
-"""Measure the constants by which the newest stage's forward divides its work.
+"""Measure the constants by which a forward's plan divides the work.
 
     python -m common.measure.constants results/constants-h100.json   # on a Hopper GPU
     make table FILE=results/constants-h100.json
 
-The host decides from constants, such as `FEW_SQUARES` in `forward_plan.py`. For each decision, this program forces every
-choice and times forwards. The table compares the host's own choice with the fastest choice.
+The host decides from constants, such as `SHORT` in a stage's `forward_plan.py`. For each decision, this program forces every
+choice and times forwards of the last stage that decides. The table compares the host's own choice with the fastest choice.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import importlib
 import itertools
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
 
@@ -22,11 +21,7 @@ from common.measure.baselines import timed_call
 from common.measure.options import command, list_of, one_of, write_cases
 from common.measure.timing import GpuTimer
 from common.measure.workloads import Workload, paper_shape
-from common.operator import HEAD_DIMS
 from common.runtime import DEVICE
-
-NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
-ALWAYS, NEVER = 2**30, -(2**30)
 
 
 @dataclass(frozen=True)
@@ -34,16 +29,14 @@ class Decision:
     """A decision of the host, with the choices to measure."""
 
     about: str
+    function: str  # the function of a stage's forward that decides; its value is the choice
     choices: tuple[int, ...]
-    names: Callable[[int], dict]  # a choice -> global variables of the forward that force it
-    own: Callable  # the forward's plan -> the host's own choice
     workloads: list[Workload]
 
 
 DECISIONS = {
     "splits": Decision(
-        "into how many splits to divide the keys of one query (`splits_of`)",
-        (1, 2, 4, 8, 16, 32, 64, 128), lambda number: {"splits_of": lambda *_: number}, lambda plan: plan.splits,
+        "into how many splits to divide the keys of one query", "splits_of", (1, 2, 4, 8, 16, 32, 64, 128),
         [
             Workload("fwd", batch, heads, 1, head_dim, False, "bfloat16", kv_heads=kv_heads, kv_len=kv_len)
             for head_dim, batch, (heads, kv_heads), kv_len in itertools.product(
@@ -52,8 +45,7 @@ DECISIONS = {
         ],
     ),
     "running": Decision(
-        "whether to keep a running maximum instead of guessing it (`SHORT`, `FEW_KEY_TILES`)",
-        (0, 1), lambda choice: {"SHORT": dict.fromkeys(HEAD_DIMS, ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
+        "whether to keep a running maximum instead of guessing it", "is_short", (0, 1),
         [  # a batch of None has as many sequences as the papers' workloads
             Workload("fwd", batch or paper_shape(seq_len, head_dim)[0], 2048 // head_dim, seq_len, head_dim, causal, "float16")
             for head_dim, seq_len, causal, batch in itertools.product(
@@ -64,40 +56,48 @@ DECISIONS = {
 }  # fmt: skip
 
 
+def stage_of(key: str) -> str:
+    """Return the last stage whose forward has a decision. Raise SystemExit if no stage has it."""
+    function = DECISIONS[key].function
+    for name in reversed([name for track in (stages.TRUNK, *stages.tracks()) for name in stages.line(track)]):
+        if any(f"def {function}(" in stages.source(name, file) for file in stages.files("forward", name)):
+            return name
+    raise SystemExit(f"{key} cannot be measured, because no stage's forward has a function {function!r}")
+
+
 @contextlib.contextmanager
 def forced(key: str, choice: int | None):
-    """Enter a context in which the newest stage makes a choice. With None, the host decides. Yield the list of all plans."""
-    files = stages.files("forward", NEWEST)
-    modules = [importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}") for file in files]
-    plan, plans = next(module.plan for module in modules if hasattr(module, "plan")), []
+    """Enter a context in which `stage_of(key)` makes a choice. With None, the host decides. Yield the list of all choices."""
+    name, function = stage_of(key), DECISIONS[key].function
+    modules = [importlib.import_module(f"stages.{name}.{file.removesuffix('.py')}") for file in stages.files("forward", name)]
+    modules = [module for module in modules if hasattr(module, function)]
+    own, found = getattr(modules[0], function), []
 
-    def watched(*args):
-        plans.append(plan(*args))
-        return plans[-1]
+    def chosen(*args):
+        found.append(own(*args) if choice is None else choice)
+        return found[-1]
 
-    values = {"plan": watched} | ({} if choice is None else DECISIONS[key].names(choice))
     with contextlib.ExitStack() as stack:
-        for module, (name, value) in itertools.product(modules, values.items()):
-            if hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, value))
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, function, chosen))
         # A replay would repeat an earlier choice.
         stack.enter_context(mock.patch.object(recording, "is_watched", lambda: True))
-        yield plans
+        yield found
 
 
 def measure(key: str, workload: Workload, timer: GpuTimer) -> dict:
     """Return the microseconds of a forward for each choice, and the host's own choice."""
-    inputs, decision, times = workload.inputs(), DECISIONS[key], {}
-    with forced(key, None) as plans:
-        timed_call(NEWEST, workload, inputs)()
-    own = decision.own(plans[0])
+    inputs, decision, name, times = workload.inputs(), DECISIONS[key], stage_of(key), {}
+    with forced(key, None) as found:
+        timed_call(name, workload, inputs)()
+    own = int(found[0])
     for choice in sorted({*decision.choices, own}):
         with forced(key, choice):
-            call = timed_call(NEWEST, workload, inputs)
+            call = timed_call(name, workload, inputs)
             call()
             seconds, _ = timer.measure(call)
         times[choice] = round(statistics.median(seconds) * 1e6, 2)
-    return {"decision": key, **workload.record(), "own": own, "us": times}
+    return {"decision": key, "impl": name, **workload.record(), "own": own, "us": times}
 
 
 def main(argv: list[str]):
@@ -108,8 +108,9 @@ def main(argv: list[str]):
     options = parser.parse_args(argv)
     if DEVICE != "cuda":
         raise SystemExit("measuring the constants needs a GPU, and there is none")
-    if reason := stages.unavailable(NEWEST):
-        raise SystemExit(f"{NEWEST} {reason}")
+    for name in map(stage_of, options.decision):
+        if reason := stages.unavailable(name):
+            raise SystemExit(f"{name} {reason}")
     timer, cases = GpuTimer(), []
     for key in options.decision:
         for workload in DECISIONS[key].workloads:

@@ -29,7 +29,6 @@ from common.runtime import INTERPRETED
 SETTLE_S = 0.3  # seconds of calls before the measurement; after them, the clock has settled at the power limit
 MEASURED_S = 1.0  # seconds of measured calls back to back, during which the energy counter is read many times
 READ_S = 4e-3  # seconds between two readings of the energy counter, which the GPU updates every 20 to 100 ms
-FROM = (8, "")  # the default is the stages from v8 on, whose tiles are fixed
 SM_CLOCK = 1  # the SM clock in NVML's nvmlClockType_t
 POWER_CAP = 0x4 | 0x80  # the two bits of NVML's nvmlClocksThrottleReasons that mean a power limit
 
@@ -129,7 +128,7 @@ def measure(call: Callable, gauges: Gauges, timer: GpuTimer) -> dict:
 def main(argv: list[str]):
     """Run the command line. Workloads that an implementation does not support are named and left out."""
     parser = command("common.measure.energy", __doc__, "the JSON file to write")
-    add_implementations(parser, BASELINES, FROM)
+    add_implementations(parser, BASELINES)
     for flag, default in (("--seq-len", "4096"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
         add_list(parser, flag, default)
     options = parser.parse_args(argv)

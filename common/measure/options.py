@@ -113,12 +113,12 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     parser.add_argument(flag, type=list_of(parse), default=default or [None], metavar="LIST", help=help_text)
 
 
-def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
+def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str]):
     """Add --impl, which takes a list of baselines and stages.
 
-    The default is all baselines, and all stages from position `first` on, without dead ends.
+    The default is all baselines, the trunk from v3 on, and the last stage of each track.
     """
-    usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
+    usual = [*stages.line()[3:], *(name for key in stages.tracks() for name in stages.line(key)[-1:])]
     parser.add_argument(
         "--impl", type=list_of(lambda text: text if text in baselines else stages.resolve(text)), metavar="LIST",
         default=",".join([*baselines, *usual]), help="baselines and stages to measure (default: %(default)s)",

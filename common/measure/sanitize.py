@@ -1,7 +1,7 @@
 """Run every stage under NVIDIA's compute-sanitizer, which finds invalid accesses, uninitialized reads and races.
 
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
-    python -m common.measure.sanitize --tool racecheck --stage v25,v29
+    python -m common.measure.sanitize --tool racecheck --stage v4,newest
 
 The tools do not understand every barrier and instruction, so some of their reports are false. `KNOWN` lists the false reports.
 The run fails if a tool gives a report that is not in `KNOWN`.

@@ -10,7 +10,6 @@ from pathlib import Path
 from common.interpreter.timing import Rates
 
 RATES = Path(__file__).parents[2] / "results" / "rates-h200.json"
-SCORES = 128 * 128  # the table gives the cycles for this number of unmasked scores
 
 
 def measured_rates() -> Rates:

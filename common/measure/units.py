@@ -30,7 +30,6 @@ REASONS = (
     "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
     "tex_throttle", "wait",
 )  # fmt: skip
-FROM = (3, "")  # the default is the stages from v3 on
 
 
 def profiled_cases(options) -> list[dict]:
@@ -48,7 +47,7 @@ def main(argv: list[str]):
     """Run the command line."""
     parser = command("common.measure.units", __doc__, "the JSON file to write")
     ncu.add_in_profiler(parser)
-    add_implementations(parser, BASELINES, FROM)
+    add_implementations(parser, BASELINES)
     add_list(parser, "--seq-len", "4096")
     add_list(parser, "--head-dim", "64,128")
     metrics, stalls = (TIME, CLOCK, REGISTERS, *UNITS.values()), [STALL.format(reason) for reason in REASONS]

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import stages
 from common.measure import ncu, options
 
 
@@ -34,5 +35,8 @@ def test_a_wrong_value_is_named_with_what_is_allowed(flag, value, message, tmp_p
 
 def test_implementations_are_baselines_and_stages():
     parser = argparse.ArgumentParser()
-    options.add_implementations(parser, ["sdpa-cudnn", "flash-3"], (3, ""))
+    options.add_implementations(parser, ["sdpa-cudnn", "flash-3"])
+    usual = parser.parse_args([]).impl
+    assert usual[:3] == ["sdpa-cudnn", "flash-3", "v3_fa2_causal"] and stages.newest() in usual
+    assert not any(map(stages.is_dead_end, usual))
     assert parser.parse_args(["--impl=flash-3, V3"]).impl == ["flash-3", "v3_fa2_causal"]

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cases import sources
+from cases import first_with, sources
 
 import stages
 from common.measure import sanitize
@@ -15,8 +15,8 @@ from common.runtime import INTERPRETED
 
 
 def place(part, text):
-    """Return (path, number) of the first line that contains `text` in v25's `forward_{part}.py`."""
-    return place_of("v25", f"forward_{part}.py", text)
+    """Return (path, number) of the first line that contains `text` in `forward_{part}.py` of the first stage with a counter."""
+    return place_of(first_with("next_tiles.number", "forward"), f"forward_{part}.py", text)
 
 
 def place_of(stage, file, text):
@@ -114,9 +114,9 @@ def test_unknown_reports_fail_and_known_ones_pass_with_their_reasons(run):
     assert "NEW, 1 x 2 reports that were not printed" in shown
     assert "_dq_kernel" in shown and "at::native" not in shown, "reads of PyTorch's own kernels are allowed"
     only_known = RACECHECK.replace(NEW_RACE, "").replace("3 hazards", "2 hazards")
-    status, shown = run("--stage=v25", "--tool=racecheck", racecheck=only_known)
+    status, shown = run("--stage=v5", "--tool=racecheck", racecheck=only_known)
     assert status == 0 and f"passed\n  known, 2 x _forward_kernel: {sanitize.TILE}" in shown
-    status, shown = run("--stage=v25", "--tool=racecheck", racecheck=CLEAN)
+    status, shown = run("--stage=v5", "--tool=racecheck", racecheck=CLEAN)
     assert status == 0 and shown.endswith("passed\n")
 
 

@@ -166,7 +166,7 @@ FEW_HEADS = Workload("fwd", 1, 16, 4096, 128, False, "float16")
 @pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("impl", "workload"), [(stages.resolve("v1"), FEW_HEADS), (stages.names()[-1], DECODING), ("sdpa-flash", DECODING)]
+    ("impl", "workload"), [(stages.resolve("v1"), FEW_HEADS), (stages.newest(), DECODING), ("sdpa-flash", DECODING)]
 )
 def test_gpu_times_agree_with_triton_do_bench(impl, workload, monkeypatch):
     """The timer agrees with Triton's do_bench.

@@ -1,6 +1,7 @@
 """A trace has each access of a pass, at the right place. The bytes of the accesses add up to the counter's bytes."""
 
 import pytest
+from cases import first_with
 
 import stages
 from common.measure.trace import ONE_SM, trace
@@ -10,6 +11,7 @@ from common.runtime import DEVICE
 
 traces = pytest.importorskip("common.show.traces")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")
+PRODUCER = first_with("def _producer(", "backward")  # the first stage whose warps have roles
 
 
 def work(pass_, **changes):
@@ -18,10 +20,11 @@ def work(pass_, **changes):
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-@pytest.mark.parametrize("version", ["v1", "v7", "v25"])  # PyTorch's operators; descriptors; partitions
-def test_accesses_add_up_to_what_is_counted(version, pass_):
-    recorded = trace(stages.load(version), work(pass_))
-    counted = count_stage(stages.load(version), work(pass_), ONE_SM)
+@pytest.mark.parametrize("name", [stages.resolve("v1"), first_with("atomic_add", "backward"), PRODUCER])
+def test_accesses_add_up_to_what_is_counted(name, pass_):
+    """The stages' accesses are those of PyTorch's operators, of descriptors, and of partitions."""
+    recorded = trace(stages.load(name), work(pass_))
+    counted = count_stage(stages.load(name), work(pass_), ONE_SM)
     assert recorded.launches == counted.launches
     for number, launch in enumerate(counted.launches):
         nbytes = dict.fromkeys(("read", "write", "add"), 0)
@@ -33,7 +36,7 @@ def test_accesses_add_up_to_what_is_counted(version, pass_):
     results = {"O", "LSE"} if pass_ == "fwd" else {"dO", "dQ", "dK", "dV"}
     assert {access.tensor for access in recorded.accesses} >= {"Q", "K", "V"} | results
     adds = {access.tensor for access in recorded.accesses if access.kind == "add"}
-    assert ("sums" in adds) == (pass_ == "bwd" and version != "v1")
+    assert ("sums" in adds) == (pass_ == "bwd" and name != stages.resolve("v1"))
     for access in recorded.accesses:
         for (first, last), size in zip((access.heads, access.rows), recorded.tensors[access.tensor][:2], strict=True):
             assert 0 <= first <= last < size
@@ -57,7 +60,7 @@ def test_each_tile_is_where_the_kernel_has_it():
 
 
 def test_gluon_has_partitions_and_cycles():
-    recorded = trace(stages.load("v13"), work("fwd"))
+    recorded = trace(stages.load(PRODUCER), work("fwd"))
     assert all(a.start <= a.end for a in recorded.accesses)
     assert {a.partition for a in recorded.accesses if a.tensor in ("Q", "K", "V")} == {"_producer"}
     assert {a.partition for a in recorded.accesses if a.kind == "write"} == {"_consumer"}

@@ -6,11 +6,10 @@ maximum. The host chooses by shape, and for most small problems it chooses "runn
 
 import pytest
 import torch
-from cases import available, make_inputs, names_in, never_short, once, set_names
+from cases import ALWAYS, available, make_inputs, names_in, never_short, once, set_names
 
 import stages
 from common import recording
-from common.measure.constants import ALWAYS
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, num_sms

@@ -7,11 +7,10 @@ import itertools
 
 import pytest
 import torch
-from cases import LONG, available, by_functions, make_inputs, names_in, once, once_by_file, set_names
+from cases import LONG, NEVER, available, by_functions, make_inputs, names_in, once, once_by_file, set_names
 
 import stages
 from common import recording
-from common.measure.constants import NEVER
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED

@@ -32,7 +32,7 @@ def measured(impl: str, pass_: str, head_dim: int) -> tuple[str, str] | None:
     """
     parent = stages.parent(impl) if stages.position(impl) else None
     found = parent and results.gain(results.runs(), impl, parent, pass_, head_dim)
-    return found and (str(found[0]), results.place(found[1].machine))
+    return found and (str(found[0]), results.places([found[1]]))
 
 
 def _total(records, impl, pass_, *fields) -> int:

@@ -45,10 +45,6 @@ def draw_evolution(found: list[results.Run], directory: Path):
         line, libraries = held[run], [name for name in run.libraries if run.holds(name, works)]
         rates = {name: run.rate(name, works) for name in (*line, *libraries)}
         axes.set_title(f"{PASS_NAMES[pass_]}, D={max(results.HEAD_DIMS)}", fontsize=11)
-        if places := [place for place, name in enumerate(line) if place and stages.track(name)]:
-            top = axes.get_xaxis_transform()  # y runs from 0 to 1
-            axes.vlines(places[0] - 0.5, 0, 1, "0.5", (0, (4, 3)), transform=top, linewidth=0.8)
-            axes.text(places[0] - 0.4, 0.99, "the tracks' last stages", transform=top, va="top", fontsize=8, color="0.4")
         bars = axes.bar([results.spoken(name) for name in line], [rates[name] for name in line], color=BARS, label="stages")
         axes.margins(x=0.01, y=0.12)
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})

@@ -337,14 +337,9 @@ def gpu_of(machine: dict) -> str:
     return re.sub(r"^NVIDIA | [0-9]+GB.*", "", machine["gpu"])
 
 
-def place(machine: dict) -> str:
-    """Return a run's GPU and commit, both shortened."""
-    return f"{gpu_of(machine)}, {short_commit(machine['commit'])}"
-
-
 def places(found: Iterable[Run]) -> str:
-    """Return the GPUs and commits of these runs, once each."""
-    return "; ".join(dict.fromkeys(place(run.machine) for run in found))
+    """Return the GPUs and commits of these runs, shortened, once each."""
+    return "; ".join(dict.fromkeys(f"{gpu_of(run.machine)}, {short_commit(run.machine['commit'])}" for run in found))
 
 
 def counted(impl: str | None, pass_: str, head_dim: int, causal: bool) -> dict | None:

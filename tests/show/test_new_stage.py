@@ -34,7 +34,7 @@ def test_a_copy_is_an_experiment_with_its_parent_s_code(tree, source, name):
     assert texts.keys() == {path.name for path in stages.directory(source).glob("*.py")}
     assert stages.parent(name) == source and stages.is_experiment(name) and not stages.is_dead_end(name)
     assert str(story.change(source, name)).startswith("0 lines changed")
-    assert not re.search("^(WAS|TRACK) = ", texts["__init__.py"], re.MULTILINE)
+    assert not re.search("^WAS = ", texts["__init__.py"], re.MULTILINE)
     del texts["__init__.py"]  # names the parent
     assert not [file for file, text in texts.items() if re.search(rf"\b{stages.version(source)}(\b|_)", text)]
 

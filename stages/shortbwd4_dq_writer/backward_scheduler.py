@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -9,39 +11,39 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from common.kernels.hopper import ROWS, slot_and_phase
 from common.kernels.order import heads_of_group, tile_and_head
 
-CONSUMERS = gl.constexpr(2)
+CONSUMERS = tl.constexpr(2)
 
 
 class Problem(NamedTuple):
     """Sizes that all CTAs share."""
 
-    kv_heads: gl.tensor
-    heads_per_kv: gl.tensor
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
-    num_sms: gl.tensor  # number of SMs; each runs one CTA at a time
-    tiles: gl.tensor  # key tiles of all heads
-    scale: gl.tensor
+    kv_heads: tl.tensor
+    heads_per_kv: tl.tensor
+    seq_q: tl.tensor
+    seq_k: tl.tensor
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    num_sms: tl.tensor  # number of SMs; each runs one CTA at a time
+    tiles: tl.tensor  # key tiles of all heads
+    scale: tl.tensor
 
 
 class Tile(NamedTuple):
     """A work tile: BLOCK_N keys of one head, and the query tiles that see them."""
 
-    batch: gl.tensor
-    kv_head: gl.tensor
-    head: gl.tensor  # the first of the query heads that share these keys
-    batch_head: gl.tensor  # batch * H + head
-    heads_per_kv: gl.tensor  # number of query heads that share these keys
-    start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
-    first: gl.tensor  # the first query tile that sees one of the keys
-    rising: gl.tensor  # number of query tiles in rising order; the others come after them, the last one first
-    tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles from `first` on, of all these query heads
-    unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
-    masked: gl.tensor  # number of steps at the start that need a mask
+    batch: tl.tensor
+    kv_head: tl.tensor
+    head: tl.tensor  # the first of the query heads that share these keys
+    batch_head: tl.tensor  # batch * H + head
+    heads_per_kv: tl.tensor  # number of query heads that share these keys
+    start_n: tl.tensor  # the first key
+    keys: tl.tensor  # number of keys from start_n on
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    first: tl.tensor  # the first query tile that sees one of the keys
+    rising: tl.tensor  # number of query tiles in rising order; the others come after them, the last one first
+    tiles_m: tl.tensor  # number of query tiles of a head
+    steps: tl.tensor  # number of query tiles from `first` on, of all these query heads
+    unseen: tl.tensor  # number of steps at the start whose queries see no key of the second consumer
+    masked: tl.tensor  # number of steps at the start that need a mask
 
 
 class NextTiles(NamedTuple):
@@ -51,14 +53,14 @@ class NextTiles(NamedTuple):
     full: gl.shared_memory_descriptor  # barriers, producer → consumers: the number has been written
 
 
-@gluon.jit
-def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
+@triton.jit
+def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the work tile whose number is `number`."""
     heads_per_kv = problem.heads_per_kv
-    tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
-    BLOCK_N: gl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
-    tiles_n = gl.cdiv(problem.seq_k, BLOCK_N)
+    tiles_m = tl.cdiv(problem.seq_q, BLOCK_M)
+    BLOCK_N: tl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
+    ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
+    tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
@@ -68,13 +70,13 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
         start = start_n - problem.diagonal  # the first query that sees the tile's first key; may be negative
-        first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
-        full = gl.cdiv(gl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
-        masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)
+        first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
+        full = tl.cdiv(tl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
+        masked = tl.maximum(tl.minimum(full, tiles_m) - first, 1)
         if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
-            unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
+            unseen = tl.minimum(tl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
-    masked = gl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
+    masked = tl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. A group of heads takes its key tiles in waves of `num_sms` CTAs. The first wave's CTAs start
     # together. After the masked tiles, they all go backwards from the last tile, and so read the same tiles. Later keys have
@@ -84,9 +86,9 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     rising = tiles
     if CAUSAL:
         group = tiles_n * heads_of_group(problem.seq_q, problem.tiles // tiles_n, ROW_BYTES)
-        waves = gl.cdiv(group, problem.num_sms)  # number of waves of a group
+        waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms
-        rising = gl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
+        rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
     kv_head = batch_head % problem.kv_heads
     return Tile(
         batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
@@ -95,7 +97,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     )  # fmt: skip
 
 
-@gluon.jit
+@triton.jit
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
@@ -104,7 +106,7 @@ def _query_tile(step, tile):
     """
     shared = step % tile.heads_per_kv
     done = step // tile.heads_per_kv
-    number = gl.where(done < tile.rising, tile.first + done, tile.tiles_m - 1 + tile.rising - done)
+    number = tl.where(done < tile.rising, tile.first + done, tile.tiles_m - 1 + tile.rising - done)
     return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number
 
 

@@ -97,16 +97,32 @@ def directory(name: str) -> Path:
     return next((path for path in paths if path.exists()), paths[0])
 
 
+def imported(text: str, pass_: str) -> str | None:
+    """Return the stage from which an `__init__.py` with this text imports a pass; None if the pass is the stage's own."""
+    found = re.search(rf"^from {__name__}\.(\w+)\.{pass_} import {pass_}$", text, re.MULTILINE)
+    return found and found[1]
+
+
+def home(name: str, pass_: str) -> str:
+    """Return the stage that has the files of a stage's pass, "forward" or "backward".
+
+    A branch that changes one pass imports the other in its `__init__.py`: `from stages.v26_second_q.backward import backward`.
+    """
+    module = directory(name) / "__init__.py"
+    return (imported(module.read_text(), pass_) if module.exists() else None) or name
+
+
 def files(pass_: str, *names: str) -> list[str]:
     """Return the names of all files that these stages have for a pass, "forward" or "backward": `forward.py`, then its parts,
     `forward_….py`."""
-    parts = {path.name for name in names for path in directory(name).glob(f"{pass_}_*.py")}
+    parts = {path.name for name in names for path in directory(home(name, pass_)).glob(f"{pass_}_*.py")}
     return [f"{pass_}.py", *sorted(parts)]
 
 
 def source(name: str, file: str) -> str:
-    """Return the text of a stage's file; "" if the stage has no such file."""
-    path = directory(name) / file
+    """Return the text of a stage's file, or of the file in the pass that the stage imports; "" if there is no such file."""
+    pass_ = re.match("forward|backward|", file)[0]
+    path = directory(home(name, pass_) if pass_ else name) / file
     return path.read_text() if path.exists() else ""
 
 

@@ -158,7 +158,7 @@ def sources(name: str, pass_: str) -> dict[str, str]:
 def namespaces(name: str, pass_: str = "forward") -> list[dict]:
     """For each file of a pass, return the dict of its global variables. A change in a dict changes the stage."""
     modules = [file.removesuffix(".py") for file in stages.files(pass_, name)]
-    return [vars(importlib.import_module(f"stages.{name}.{module}")) for module in modules]
+    return [vars(importlib.import_module(f"stages.{stages.home(name, pass_)}.{module}")) for module in modules]
 
 
 def names_in(name: str, pass_: str = "forward") -> ChainMap:

@@ -69,7 +69,10 @@ def stage_of(key: str) -> str:
 def forced(key: str, choice: int | None):
     """Enter a context in which `stage_of(key)` makes a choice. With None, the host decides. Yield the list of all choices."""
     name, function = stage_of(key), DECISIONS[key].function
-    modules = [importlib.import_module(f"stages.{name}.{file.removesuffix('.py')}") for file in stages.files("forward", name)]
+    modules = [
+        importlib.import_module(f"stages.{stages.home(name, 'forward')}.{file.removesuffix('.py')}")
+        for file in stages.files("forward", name)
+    ]
     modules = [module for module in modules if hasattr(module, function)]
     own, found = getattr(modules[0], function), []
 

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import stages
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -54,7 +56,8 @@ def files_of(name: str, pass_: str, read: Callable[[str], str | None] = _from_di
     Returns:
         A dict from each file's path to its syntax tree, as text without comments and docstrings.
     """
-    found, waiting = {}, [f"stages/{name}/{pass_}.py"]
+    home = stages.imported(read(f"stages/{name}/__init__.py") or "", pass_) or name
+    found, waiting = {}, [f"stages/{home}/{pass_}.py"]
     while waiting:
         path = waiting.pop()
         if path not in found and (text := read(path)) is not None:

@@ -155,11 +155,12 @@ def track_gains(name: str) -> str:
         gains = [results.ratio(found, name, old, group) for old in columns.values()]
         share = results.ratio(found, name, results.FASTEST, group)
         rows[words] = [str(gain or "-") for gain in gains] + [share.percent if share else "-"]
-    what = f"On the track's benchmark ({tracks.read(key).words})"
+    what = "On the track's benchmark" + f" ({tracks.read(key).words})" * (name == stages.line(key)[0])
     if all(row[0] == "-" for row in rows.values()):
         return f"{what}, {results.spoken(name)} is not measured yet."
     table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
-    caption = [f"{what}, measured on {tracks.place(key)}.", *legend(table)]
+    # docs/reading.md explains †
+    caption = [f"{what}, measured on {tracks.place(key)}.", *legend(table.replace(results.CHANGED, ""))]
     return f"{' '.join(caption)}\n\n{table}"
 
 

@@ -74,9 +74,9 @@ def traffic_of_step(name: str) -> str:
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"Same bytes and FLOPs as {results.spoken(parent)}."
-    link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
-    times = f"the [predicted]({PREDICTION}) time of a batch of 16k tokens"
-    return f"One head's {link}, S = {results.COUNTED_AT}. *ms*: {times}.\n\n{_step_table(rows, list(columns))}"
+    link = "[Bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
+    words = f"{link} of a head, S = {results.COUNTED_AT}. *ms*: [predicted]({PREDICTION}), 16k tokens."
+    return f"{words}\n\n{_step_table(rows, list(columns))}"
 
 
 def predicted(name: str, gpu: traffic.Gpu, *span) -> str | None:

@@ -153,7 +153,7 @@ def track_gains(name: str) -> str:
     if all(row[0] == "-" for row in rows.values()):
         return f"{what}, {results.spoken(name)} is not measured yet."
     table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
-    caption = [f"{what}, measured on {tracks.place(key)}.", *legend(table)]
+    caption = [f"{what}, measured on {results.places(found)}.", *legend(table)]
     return f"{' '.join(caption)}\n\n{table}"
 
 

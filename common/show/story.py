@@ -243,7 +243,7 @@ def result(old: str, new: str) -> dict[str, list[str]]:
             continue
         lines, told = [speed_line(runs, old, new, pass_)], []
         if about and about.pass_ == pass_ and (gain := tracks.gain(key, new, old)):
-            facts = filter(None, (about.at, gain.spread, tracks.place(key)))
+            facts = filter(None, (about.at, gain.spread, results.places(tracks.runs_of(key))))
             lines.append(f"track: {_sign(gain)} ({'; '.join(facts)})")
         for what, of in (("bytes", results.moved), ("FLOPs", lambda count: count["flops_executed"])):
             words = {}  # text -> the head dimensions for which it is true

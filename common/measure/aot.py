@@ -1,8 +1,9 @@
 """Compile a stage's kernels without a GPU, and report their registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
-    python -m common.measure.aot --stage v5 --json before.json      # before an edit
-    python -m common.measure.aot --stage v5 --against before.json   # has the edit changed the compiled code?
+    python -m common.measure.aot --stage v5 --json before.json
+
+The second command writes a file. After an edit, the option `--against before.json` says whether the compiled code has changed.
 
 This program calls the stage's `forward` and `backward` on tensors that have no data. `StandInDriver` replaces Triton's driver
 and describes the chosen GPU. So Triton compiles every kernel for that GPU, but runs none.

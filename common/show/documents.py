@@ -68,9 +68,9 @@ def traffic_of_step(name: str) -> str:
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"Same bytes and FLOPs as {results.spoken(parent)}."
-    link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
-    times = f"the [predicted]({PREDICTION}) time of a batch of 16k tokens"
-    return f"One head's {link}, S = {results.COUNTED_AT}. *ms*: {times}.\n\n{_step_table(rows, list(columns))}"
+    link = "[Bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
+    words = f"{link} of a head, S = {results.COUNTED_AT}. *ms*: [predicted]({PREDICTION}), 16k tokens."
+    return f"{words}\n\n{_step_table(rows, list(columns))}"
 
 
 def predicted(name: str, gpu: traffic.Gpu, *span) -> str | None:
@@ -149,11 +149,12 @@ def track_gains(name: str) -> str:
         gains = [results.ratio(found, name, old, group) for old in columns.values()]
         share = results.ratio(found, name, results.FASTEST, group)
         rows[words] = [str(gain or "-") for gain in gains] + [share.percent if share else "-"]
-    what = f"On the track's benchmark ({tracks.read(key).words})"
+    what = "On the track's benchmark" + f" ({tracks.read(key).words})" * (name == stages.line(key)[0])
     if all(row[0] == "-" for row in rows.values()):
         return f"{what}, {results.spoken(name)} is not measured yet."
     table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
-    caption = [f"{what}, measured on {results.places(found)}.", *legend(table)]
+    # docs/reading.md explains †
+    caption = [f"{what}, measured on {results.places(found)}.", *legend(table.replace(results.CHANGED, ""))]
     return f"{' '.join(caption)}\n\n{table}"
 
 

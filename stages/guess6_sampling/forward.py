@@ -377,7 +377,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         BLOCK_M=TILES[width].queries, CAUSAL=causal, num_warps=4,
     )  # fmt: skip
-    # The second launch computes the tiles that fail in the first, or never start. A tile's number means the same rows in both.
+    # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both.
     for mode, shape in (("guess", TILES[width]), ("again", TILES_AGAIN[width])):
         _forward_kernel[programs,](
             describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(k, FIRST_KEYS),

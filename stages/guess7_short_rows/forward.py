@@ -376,7 +376,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     programs = min(tiles, num_sms())
     launches, state = [("running", TILES[width])], None
     if not is_short(tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, num_sms()):
-        # The second launch computes the tiles that fail in the first, or never start. A tile's number means the same rows in
+        # The second launch computes the tiles that the first leaves. A tile's number means the same rows in
         # both.
         launches = [("guess", TILES[width]), ("again", TILES_AGAIN[width])]
         state = lse.new_empty(2 + LATELY.value + tiles, dtype=torch.int32)  # see `State`

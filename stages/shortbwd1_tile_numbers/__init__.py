@@ -1,4 +1,4 @@
-"""A refactoring, no gain expected: each role derives its tile from a number."""
+"""Each role derives its tile from a number; no gain expected."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""A warp adds dQ to its accumulator; prepares shortbwd6, where additions may wait."""
+"""A writer warp adds dQ to the accumulator; prepares shortbwd6."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

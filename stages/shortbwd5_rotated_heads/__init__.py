@@ -1,4 +1,4 @@
-"""CTAs seldom meet at a query tile; prepares shortbwd6, where they would wait."""
+"""CTAs seldom meet at a query tile; prepares shortbwd6."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

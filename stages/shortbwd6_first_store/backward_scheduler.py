@@ -91,8 +91,8 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
-    # CTAs at the same query tile wait for the first of them. A causal mask keeps most of them apart, because each starts at its
-    # diagonal. Without a mask, `entry` does.
+    # CTAs that run at the same time should seldom meet at a query tile. A causal mask keeps most of them apart, because each
+    # starts at its diagonal. Without a mask, `entry` does.
     entry = 0
     if not CAUSAL:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)

@@ -1,4 +1,4 @@
-"""One loop over the query tiles of all query heads, for v12's ring of buffers."""
+"""One loop takes the query tiles of all query heads; prepares v12."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Shift query tiles so that one key tile needs a mask; prepares v20."""
+"""Shift query tiles: only one key tile needs a mask; prepares v20."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Visit keys from last to first: one loop without a mask, for v21."""
+"""Visit keys from last to first, in one loop; prepares v21."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Choose: the host takes the end of the track that suits the problem."""
+"""The host chooses the end of the track that suits the problem."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -140,14 +140,14 @@ stage: needs-FROM needs-NAME $(SETUP)  ## make an experiment with the kernels of
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
 export: EXAMPLE = make export STAGE=newest TO=my_attention
-export: needs-STAGE needs-TO $(SETUP)  ## write a stage as a package of its own: make export STAGE=newest TO=my_attention; INTERPRETER=yes to run it without a GPU
-	@$(PYTHON) -m common.show.export "$(STAGE)" "$(TO)" $(if $(filter yes,$(INTERPRETER)),--interpreter)
+export: needs-STAGE needs-TO $(SETUP)  ## write a stage as a package of its own: make export STAGE=newest TO=my_attention
+	@$(PYTHON) -m common.show.export "$(STAGE)" "$(TO)"
 
 carry: EXAMPLE = make carry FROM=v3
 carry: $(if $(filter yes,$(CONTINUE) $(ABORT)),,needs-FROM) $(SETUP)  ## carry your edit of a stage to all that descend from it: make carry FROM=v3; SINCE=HEAD~1 if committed; CONTINUE=yes or ABORT=yes after a conflict
 	@$(PYTHON) -m common.show.carry $(if $(FROM),"$(FROM)") $(addprefix --since=,$(SINCE)) $(if $(filter yes,$(CONTINUE)),--continue) $(if $(filter yes,$(ABORT)),--abort)
 
-drift: $(SETUP)  ## find functions that differ from the parent's in comments alone, or that return to an older ancestor's
+drift: $(SETUP)  ## find functions that differ from the parent's in comments alone
 	@$(PYTHON) -m common.show.drift$(piped)
 
 example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, and one with SDPA: make example STAGE=v5 (ARGS=--help)

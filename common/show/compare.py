@@ -12,7 +12,7 @@ from pathlib import Path
 
 import stages
 from common.measure.options import command
-from common.show.results import Run, gpu_of, moved, origin, short_commit, stage_order
+from common.show.results import Run, moved, origin, stage_order
 from common.show.tables import markdown
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory: 0003_before.json
@@ -49,14 +49,6 @@ def find(text: str, runs: dict[Path, Run], repeats: bool) -> tuple[Path, Run]:
     raise ValueError(f"no saved run is called {text!r}; there are {', '.join(path.stem for path in runs) or 'none'}")
 
 
-def labels(runs: list[tuple[Path, Run]]) -> list[str]:
-    """Return a name for each of two runs: A and B, with the first fact in which the runs differ."""
-    facts = [(run.machine["gpu"] and gpu_of(run.machine), short_commit(run.machine["commit"]), path.stem.partition("_")[0])
-             for path, run in runs]  # fmt: skip
-    told = next((both for both in zip(*facts, strict=True) if both[0] != both[1]), None)
-    return [f"{name} ({fact})" for name, fact in zip("AB", told, strict=True)] if told else ["A", "B"]
-
-
 def _cells(record: dict | None, on_gpu: bool) -> list[str]:
     """Return a run's cells for one case: the case's numbers, or the reason why the case was not measured."""
     if record is None or "failure" in record:
@@ -78,7 +70,7 @@ def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
         times = [run.times(impl, [work]).get(work) for run in (a, b)]
         return [*cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"] if on_gpu else cells
 
-    headers = [f"{name}: {what}" for what in (("ms ± IQR",) if on_gpu else COUNTED) for name in labels(runs)]
+    headers = [f"{name}: {what}" for what in (("ms ± IQR",) if on_gpu else COUNTED) for name in "AB"]
     headers += ["B × as fast"] * on_gpu
     of_runs = [[work for work in run.works if not stage or run.record(stage, work)] for run in (a, b)]
     shared = [work for work in of_runs[1] if work in of_runs[0]]

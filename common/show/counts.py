@@ -25,16 +25,6 @@ from common.show.tables import PASS_NAMES, grouped
 HEADERS = ["MB read", "MB written", "MFLOP", "launches", "peak extra MB", "tiles"]
 
 
-def measured(impl: str, pass_: str, head_dim: int) -> tuple[str, str] | None:
-    """Return a stage's measured speed over its parent's, such as "×1.51 (1.30–1.70)", and the run: the GPU and the commit.
-
-    Return None if no run has both stages.
-    """
-    parent = stages.parent(impl) if stages.position(impl) else None
-    found = parent and results.gain(results.runs(), impl, parent, pass_, head_dim)
-    return found and (str(found[0]), results.places([found[1]]))
-
-
 def _total(records, impl, pass_, *fields) -> int:
     return sum(r[name] for r in records for name in fields if (r["impl"], r["pass"]) == (impl, pass_) and "failure" not in r)
 
@@ -60,8 +50,9 @@ def summary(records: list[dict], about: str | None = None) -> str:
         )
         if all(moved):
             lines.append(f"  {name}: {results.bytes_in_words(*moved)}, {results.bytes_in_words(*flops, 'FLOPs')}")
-            gains = [(head_dim, measured(about, pass_, head_dim)) for head_dim in head_dims]
-            lines += [f"    measured at D={head_dim}: {found[0]} as fast ({found[1]})" for head_dim, found in gains if found]
+            for head_dim in head_dims:
+                if found := results.gain(results.runs(), about, parent, pass_, head_dim):
+                    lines.append(f"    measured at D={head_dim}: {found[0]} as fast ({results.places(found[1:])})")
     return "\n".join(lines)
 
 

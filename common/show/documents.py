@@ -17,7 +17,7 @@ from common.measure.counter import Launch
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 from common.show import counts, front, results, tracks
-from common.show.profiles import constants_table, energy_table, traffic_table, units_table
+from common.show.profiles import energy_table, traffic_table, units_table
 from common.show.scaling import scaling_passage, scaling_tables
 from common.show.tables import PASS_NAMES, legend, markdown, mask, speed_table
 
@@ -27,13 +27,7 @@ PREDICTED = f"predicted, S = {results.COUNTED_AT}"  # a column
 
 def _spans(name: str) -> list[tuple]:
     """Return the spans of a stage's tables: a pass that the stage changes, a head dimension and a mask."""
-    return [*itertools.product(_passes(name), results.HEAD_DIMS, (False, True))]
-
-
-def _passes(name: str) -> list[str]:
-    """Return the passes that a stage changes."""
-    parent = stages.parent(name)
-    return [pass_ for pass_ in results.CODE if not (parent and results.same_code(name, parent, pass_))]
+    return [*itertools.product(results.passes(name), results.HEAD_DIMS, (False, True))]
 
 
 def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
@@ -88,7 +82,7 @@ def predicted(name: str, gpu: traffic.Gpu, *span) -> str | None:
 
 def gain_table(name: str) -> str:
     """Format a step's measured gain: on its track's benchmark, or on the papers' workloads for a stage of the trunk."""
-    if not _passes(name):
+    if not results.passes(name):
         return f"{results.spoken(name)} has the same code as {results.spoken(stages.parent(name))}."
     return track_gains(name) if tracks.read(stages.track(name)) else trunk_gains(name)
 
@@ -148,7 +142,7 @@ def track_gains(name: str) -> str:
     """Format a step's measured gain on its track's benchmark: over all workloads, then over groups of workloads."""
     key = stages.track(name)
     found, parent, first = tracks.runs_of(key), stages.parent(name), stages.parent(stages.line(key)[0])
-    works = list(dict.fromkeys(work for run in found for work in run.works if work.pass_ in _passes(name)))
+    works = list(dict.fromkeys(work for run in found for work in run.works if work.pass_ in results.passes(name)))
     columns = {f"× {results.spoken(old)}": old for old in dict.fromkeys((parent, first))}
     rows = {}
     for words, group in groups(works).items():
@@ -160,7 +154,7 @@ def track_gains(name: str) -> str:
         return f"{what}, {results.spoken(name)} is not measured yet."
     table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
     # docs/reading.md explains †
-    caption = [f"{what}, measured on {tracks.place(key)}.", *legend(table.replace(results.CHANGED, ""))]
+    caption = [f"{what}, measured on {results.places(found)}.", *legend(table.replace(results.CHANGED, ""))]
     return f"{' '.join(caption)}\n\n{table}"
 
 
@@ -183,7 +177,6 @@ KINDS = {  # a field of a file, or of its first record or case -> the heading, a
     "benchmarks": ("Benchmark", _run_tables),
     "links": ("One sequence shared by several GPUs", scaling_tables),
     "flops_executed": ("Counted traffic", _run_tables),
-    "decision": ("Constants of a plan", constants_table),
     "joules": ("Energy and the power limit", energy_table),
     "counted": ("Counted and measured traffic", traffic_table),
     "kernels": ("How busy each unit is, and why warps wait", units_table),
@@ -242,17 +235,16 @@ def with_passages(text: str, passages: dict[str, Callable[[], str]]) -> str:
     return marked.sub(lambda found: f"{found[1]}\n{passages[found[2]]()}\n\n{found[3]}", text)
 
 
-def documents(new: str | None = None) -> dict[Path, str]:
-    """Return the new text of each document that has generated parts. For a new stage, return only the stage's own README.md."""
-    pages = sorted(path for folder in (".", "docs") for path in results.ROOT.glob(f"{folder}/*.md"))
-    pages = [] if new else [*pages, results.ROOT / "results" / "README.md"]
+def documents() -> dict[Path, str]:
+    """Return the new text of each document that has generated parts."""
+    pages = [*results.ROOT.glob("*.md"), *results.ROOT.glob("docs/*.md"), results.ROOT / "results" / "README.md"]
     found = {path: with_passages(path.read_text(), FRONT) for path in pages}
-    for name in [new] if new else itertools.filterfalse(stages.is_experiment, stages.names()):
+    for name in itertools.filterfalse(stages.is_experiment, stages.names()):
         passages = {passage: functools.partial(write, name) for passage, write in PASSAGES.items()}
         path = results.ROOT / "stages" / name / "README.md"
         found[path] = with_passages(path.read_text(), passages)
     for path in (results.ROOT / "results" / f"{name}.json" for name in KEPT):
-        if path.exists() and not new:
+        if path.exists():
             found[path.with_suffix(".md")] = tables_of(path)
     return found
 

@@ -4,6 +4,7 @@ python -m common.show.drift    # fails if a function differs from the parent's i
 """
 
 import ast
+import itertools
 
 import stages
 from common.measure import terminal
@@ -20,30 +21,20 @@ def _statements(text: str) -> str:
     return ast.dump(tree)
 
 
-def drift() -> tuple[list[str], list[str]]:
-    """Compare each function with the same function of the stage's ancestors, in the same pass. NOTEs do not count.
+def drift() -> list[str]:
+    """Return the functions that differ from the parent's in comments, docstrings or layout alone. NOTEs do not count.
 
-    Returns:
-        The functions that differ from the parent's in comments, docstrings or layout alone, and the functions that equal an
-        older ancestor's but not the parent's. In lines such as "v5_tuned: _dq_kernel in backward.py, from v4_…".
+    A function is compared with the parent's function in the same pass: "v5_tuned: _dq_kernel in backward.py, from v4_…".
     """
-    worded, returned, parents = [], [], {name: stages.parent(name) for name in stages.names()}
-    for pass_ in results.CODE.values():
-        functions = {name: _functions(name, pass_) for name in parents}
-        for name, mine in functions.items():
-            ancestors, above = [], name
-            while above := parents[above]:
-                ancestors.append(above)
-            for key, text in mine.items():
-                theirs = [functions[above].get(place(key, functions[above], mine)) for above in ancestors]
-                if not theirs or theirs[0] == text:
-                    continue
-                where = f"{name}: {key[1]} in {key[0]}"
-                if theirs[0] and _statements(theirs[0]) == _statements(text):
-                    worded.append(f"{where}, from {ancestors[0]}")
-                if text in theirs:
-                    returned.append(f"{where}, as in {ancestors[theirs.index(text)]}")
-    return worded, returned
+    found = []
+    for name, pass_ in itertools.product(filter(stages.parent, stages.names()), results.CODE.values()):
+        parent = stages.parent(name)
+        mine, theirs = _functions(name, pass_), _functions(parent, pass_)
+        for key, text in mine.items():
+            old = theirs.get(place(key, theirs, mine))
+            if old and old != text and _statements(old) == _statements(text):
+                found.append(f"{name}: {key[1]} in {key[0]}, from {parent}")
+    return found
 
 
 def _functions(name: str, pass_: str) -> dict[Key, str]:
@@ -55,12 +46,9 @@ def _functions(name: str, pass_: str) -> dict[Key, str]:
 def main():
     """Run the command line."""
     terminal.prepare()
-    worded, returned = drift()
-    print("Functions that equal an older ancestor's but not the parent's. Is a mend missing, or is the return meant?")
-    print(*(f"  {line}" for line in returned or ["none"]), sep="\n")
-    if worded:
+    if found := drift():
         print("Functions that differ from the parent's in comments, docstrings or layout alone. Make them equal:")
-        print(*(f"  {line}" for line in worded), sep="\n")
+        print(*(f"  {line}" for line in found), sep="\n")
         raise SystemExit(1)
 
 

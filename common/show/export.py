@@ -10,14 +10,6 @@ import stages
 from common.show import story
 from common.show.results import ROOT
 
-INTERPRETERS = ["common.interpreter", "common.kernels.interpreted"]
-NO_INTERPRETER = '''"""The stages' kernels share this code."""
-
-from ..runtime import INTERPRETED
-
-if INTERPRETED:
-    raise ImportError("TRITON_INTERPRET=1 needs the interpreter: export the stage anew, with INTERPRETER=yes")
-'''
 PACKAGE = '''"""{idea}
 
 {name} of the kernel evolution repository. `attention` says what it takes.
@@ -41,14 +33,9 @@ out = attention(q, k, v, causal=True)  # [B, H, Sq, Dv]; help(attention) says wh
 """
 
 
-def files(name: str, interpreter: bool) -> list[str]:
-    """Return the files that a stage consists of, as paths from the root: its own and all that they import.
-
-    Args:
-        name: the directory name of the stage.
-        interpreter: whether the package can run without a GPU.
-    """
-    finder = ModuleFinder([str(ROOT)], excludes=[] if interpreter else INTERPRETERS)
+def files(name: str) -> list[str]:
+    """Return the files that a stage consists of, as paths from the root: its own and all that they import."""
+    finder = ModuleFinder([str(ROOT)])
     for path in stages.directory(name).glob("*.py"):
         finder.import_hook(f"stages.{name}.{path.stem}".removesuffix(".__init__"))
     return sorted(str(Path(module.__file__).relative_to(ROOT)) for module in finder.modules.values() if module.__file__)
@@ -60,13 +47,12 @@ def relative(path: str, text: str) -> str:
     return re.sub(r"^(\s*from )((?:common|stages)\b[.\w]*)(?= import )", rf"\g<1>{up}\g<2>", text, flags=re.MULTILINE)
 
 
-def export(name: str, folder: Path, interpreter: bool) -> int:
+def export(name: str, folder: Path) -> int:
     """Write the package, and return the number of its files.
 
     Args:
         name: a stage's directory name or version.
         folder: the package's directory; its last part names the package.
-        interpreter: whether the package can run without a GPU.
 
     Raises:
         SystemExit: there is no such stage, the folder has files, or its name is no name of a package.
@@ -80,12 +66,11 @@ def export(name: str, folder: Path, interpreter: bool) -> int:
         raise SystemExit(f"TO={folder}: {package!r} is not a name that Python can import")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SystemExit(f"TO={folder} is there already; name a new folder")
-    texts = {path: relative(path, (ROOT / path).read_text()) for path in files(name, interpreter)}
-    texts |= {} if interpreter else {"common/kernels/__init__.py": NO_INTERPRETER}
+    texts = {path: relative(path, (ROOT / path).read_text()) for path in files(name)}
     # The operator's name is the package's, so that this package and the repository can be imported together.
     texts["common/operator.py"] = texts["common/operator.py"].replace('"kernel_evolution"', f'"{package}"')
     pinned = re.findall(r"^(torch|triton)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    needs = "It needs a GPU, or TRITON_INTERPRET=1." if interpreter else "It needs a GPU."
+    needs = "It needs a GPU, or TRITON_INTERPRET=1."
     if not any(".jit\n" in text for path, text in texts.items() if path.startswith("stages/")):
         needs = "It has no kernels of its own, and runs on a GPU or on the CPU."
     about = {"package": package, "name": name, "idea": story.idea(name), "needs": needs}
@@ -103,9 +88,8 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="make export", description=__doc__)
     parser.add_argument("stage", help="a stage, such as v3")
     parser.add_argument("folder", type=Path, help="the new package's directory")
-    parser.add_argument("--interpreter", action="store_true", help="with the interpreters, for machines without a GPU")
     arguments = parser.parse_args(argv)
-    number = export(arguments.stage, arguments.folder, arguments.interpreter)
+    number = export(arguments.stage, arguments.folder)
     print(f"{arguments.folder}: {number} files")
 
 

@@ -54,7 +54,7 @@ def track_table(key: str, track: tracks.Track) -> str:
     facts = [f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}."]
     facts += [f"Libraries: {', '.join(libraries)}."] if libraries else []
     measured = any(cell != "-" for row in rows for cell in row[3:])
-    facts.append(f"Measured on {tracks.place(key)}." if measured else "Not measured yet.")
+    facts.append(f"Measured on {results.places(found)}." if measured else "Not measured yet.")
     return f"{' '.join(facts)}\n\n{_table(track.title, rows, headers)}"
 
 

@@ -1,9 +1,7 @@
-"""Format tables of causes: traffic, busy units, energy, the model of an SM, and the constants that divide the work."""
+"""Format tables of causes: traffic, busy units and energy."""
 
 import re
-import statistics
 
-from common.measure.constants import DECISIONS
 from common.measure.ncu import MEMORY, READ, SECTOR, SPILLED, WRITTEN, comparisons
 from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
@@ -11,7 +9,6 @@ from common.show.results import origin
 from common.show.tables import PASS_NAMES, markdown, mask, title
 
 SHOWN_STALLS = 2  # show this many reasons why warps wait, most frequent first
-SLOWER = 1.03  # show a workload if the host's choice takes at least this many times as long as the fastest choice
 LEAST_SHARE = 0.02  # a kernel has a row if it takes at least this share of its case's time
 
 
@@ -99,27 +96,3 @@ def energy_table(result: dict) -> str:
         f"float16, 16k tokens and hidden size 2048. It ran with a limit of {info['limit_watts']:.0f} W on {origin(info)}."
     )
     return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', ''))}"
-
-
-def constants_table(data: dict) -> str:
-    """Format a file of `common.measure.constants`: for each decision, what the host's own choices cost."""
-    parts = [f"Measured on {origin(data['machine_info'])}."]
-    for key, decision in DECISIONS.items():
-        cases = [case for case in data["cases"] if case["decision"] == key]
-        if not cases:
-            continue
-        rows, costs = [], []
-        for case in cases:
-            times = {int(choice): us for choice, us in case["us"].items()}
-            fastest = min(times, key=times.get)
-            costs.append(times[case["own"]] / times[fastest])
-            if costs[-1] > SLOWER:
-                both = [cell for choice in (case["own"], fastest) for cell in (choice, f"{times[choice]:.1f}")]
-                rows.append([Workload.of(case).label, *both, f"{costs[-1]:.2f}"])
-        words = (
-            f"*{key}*: {decision.about}. On {len(cases)} workloads, the host's choice takes "
-            f"{statistics.geometric_mean(costs):.3f} times as long as the fastest choice, and at most {max(costs):.2f} times."
-        )
-        headers = ["workload", "own choice", "µs", "fastest choice", "µs", "ratio"]
-        parts.append(f"{words}\n\n{markdown(rows, headers, headers)}" if rows else words)
-    return "\n\n".join(parts)

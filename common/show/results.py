@@ -85,6 +85,12 @@ def same_code(new: str, old: str, pass_: str) -> bool:
     return source(new, pass_) == source(old, pass_) is not None
 
 
+def passes(name: str) -> list[str]:
+    """Return the passes that a stage changes. The first stage changes all."""
+    parent = stages.parent(name)
+    return [pass_ for pass_ in CODE if not (parent and same_code(name, parent, pass_))]
+
+
 def changed(record: dict) -> bool:
     """Return whether a stage's code has changed since this record was measured. Return False if this is unknown."""
     now = source(record["impl"], record["pass"])

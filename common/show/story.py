@@ -60,7 +60,7 @@ def _tree(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def _first_line(node: ast.stmt) -> int:
+def first_line(node: ast.stmt) -> int:
     """Return the first line of a definition, counted from 0. A decorator counts as the first line."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
 
@@ -69,7 +69,7 @@ def _first_line(node: ast.stmt) -> int:
 def functions(text: str) -> dict[str, str]:
     """Return the source of each function in a file's text, including decorators, in order."""
     found, lines = [node for node in _tree(text).body if isinstance(node, ast.FunctionDef)], text.splitlines()
-    return {node.name: "\n".join(lines[_first_line(node) : node.end_lineno]) for node in found}
+    return {node.name: "\n".join(lines[first_line(node) : node.end_lineno]) for node in found}
 
 
 def _indented(text: str) -> str:
@@ -146,7 +146,7 @@ def pieces(text: str) -> dict[str, str]:
     for node in _tree(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
             name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
-            first = _first_line(node)
+            first = first_line(node)
             while first and lines[first - 1].startswith("#"):
                 first -= 1
             while first and not lines[first - 1].strip():
@@ -224,11 +224,11 @@ def _sign(gain: Gain) -> str:
 
 def speed_line(runs: list[Run], old: str, new: str, pass_: str) -> str:
     """Return a line with the speed of `new`'s pass divided by the speed of `old`'s pass, for each head dimension. Square
-    brackets have the number of the run."""
-    cells, origins = {}, results.origins(runs)
+    brackets have the run's GPU and commit."""
+    cells = {}
     for head_dim in results.HEAD_DIMS:
         gain, run = results.gain(runs, new, old, pass_, head_dim) or (None, None)
-        where = f" [{origins.index(results.origin(run.machine)) + 1}]" if run else ": no run has both stages"
+        where = f" [{results.places([run])}]" if run else ": no run has both stages"
         cells.setdefault(where, []).append(f"{_sign(gain)} (D={head_dim}, {gain.spread})" if gain else f"D={head_dim}")
     return "speed: " + "; ".join(", ".join(texts) + where for where, texts in cells.items())
 
@@ -243,7 +243,7 @@ def result(old: str, new: str) -> dict[str, list[str]]:
             continue
         lines, told = [speed_line(runs, old, new, pass_)], []
         if about and about.pass_ == pass_ and (gain := tracks.gain(key, new, old)):
-            facts = filter(None, (about.at, gain.spread, tracks.place(key)))
+            facts = filter(None, (about.at, gain.spread, results.places(tracks.runs_of(key))))
             lines.append(f"track: {_sign(gain)} ({'; '.join(facts)})")
         for what, of in (("bytes", results.moved), ("FLOPs", lambda count: count["flops_executed"])):
             words = {}  # text -> the head dimensions for which it is true
@@ -269,20 +269,19 @@ def step_lines(old: str, new: str) -> list[str]:
 
 
 def sources(lines: list[str]) -> list[str]:
-    """Explain how to read `step_lines`, and name the measured runs that the lines have."""
-    found, text = results.runs(), "\n".join(lines)
-    if not found:
+    """Explain how to read `step_lines`."""
+    text = "\n".join(lines)
+    if not results.runs():
         return ["No run in results/ has speeds."]
     lengths = ", ".join(map(str, results.MEAN_OVER))
     parts = [
         "speed: the stage's speed divided by its parent's, in the newest run that has both stages. It is the geometric mean "
-        f"over S={lengths}, with and without a causal mask, in float16; then the lowest and the highest of these ratios. The "
-        "number in square brackets names the run.",
+        f"over S={lengths}, with and without a causal mask, in float16; then the lowest and the highest of these ratios. "
+        "Square brackets have the run's GPU and commit.",
         "track: the same on the workloads of the stage's track." if "track: " in text else "",
         f"counted: one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles." if "counted: " in text else "",
     ]
-    named = [f"[{number}] {origin}" for number, origin in enumerate(results.origins(found), 1)]
-    return [*filter(None, parts), *legend(text), *(run for run in named if run.split()[0] in text)]
+    return [*filter(None, parts), *legend(text)]
 
 
 def _print_sources(lines: list[str]):

@@ -56,8 +56,3 @@ def gain(key: str, new: str, old: str) -> results.Gain | None:
     pass_, found = read(key).pass_, runs_of(key)
     works = {work for run in found for work in run.works if work.pass_ == pass_}
     return results.ratio(found, new, old, works)
-
-
-def place(key: str) -> str:
-    """Return the GPUs and commits of a track's runs, shortened."""
-    return results.places(runs_of(key))

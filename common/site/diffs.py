@@ -13,6 +13,7 @@ from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES, Comment
 
 import stages
+from common.show.story import first_line
 
 CONTEXT = 3  # this many equal lines stay visible before and after a change
 
@@ -92,9 +93,8 @@ def _compared(old: list[str], new: list[str]) -> Iterator[tuple[int | None, int 
 
 
 def _first_lines(text: str) -> dict[int, str]:
-    """Return the first line of each function in a file, as {line number: name}. A decorator counts as the first line."""
-    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    return {min([node.lineno, *(each.lineno for each in node.decorator_list)]): node.name for node in found}
+    """Return the first line of each function in a file, as {line number: name}."""
+    return {first_line(node) + 1: node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
 
 
 def blocks(old: str, new: str) -> list[tuple[str, list[Row]]]:

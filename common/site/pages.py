@@ -20,14 +20,14 @@ import stages
 from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
-from common.show.results import CODE, LEGEND, ROOT, origins, runs
+from common.show.results import CODE, LEGEND, ROOT, origins, passes, runs
 from common.show.story import functions, gains, idea, result, sources
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark
 from common.show.tracks import known
 from common.site import charts, tree
 from common.site.diffs import blocks
-from common.site.scenes import MOST_ZOOM, described, passes, scenes
+from common.site.scenes import MOST_ZOOM, described, scenes
 from common.site.texts import Texts, code_page, colored, page_of
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from common.interpreter.timing import UNITS, busy
 from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
 from common.show import tracks
-from common.show.results import CODE, bytes_in_words, same_code
+from common.show.results import bytes_in_words, passes
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark, Panel, accesses
 
@@ -66,12 +66,6 @@ class Scene:
 def described(lane: str) -> str:
     """Return the words of a lane's tooltip."""
     return WORDS.get(lane.rstrip("\N{PRIME}"), "") + (", another copy" if lane.endswith("\N{PRIME}") else "")
-
-
-def passes(name: str) -> list[str]:
-    """Return the passes that a stage changes."""
-    parent = stages.parent(name)
-    return [pass_ for pass_ in CODE if not parent or not same_code(name, parent, pass_)]
 
 
 def scenes(name: str) -> list[Scene]:

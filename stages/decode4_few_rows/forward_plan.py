@@ -24,8 +24,8 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 }
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
 FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores takes FEW_ROWS, not 256 rows (fitted on an H200)
-# Constants of `splits_of`, fitted to times on an H200 (common/measure/constants.py measures more). `splits_of` counts time in
-# units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
+# Constants of `splits_of`, fitted to times on an H200. results/constants-h200.json has the times of all numbers of splits.
+# `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
 CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
 ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
 MERGE = 75_000  # time of the merge's launch

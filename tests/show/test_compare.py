@@ -23,7 +23,7 @@ def record(impl, seq_len=64, **values):
 def rows(out, impl=""):
     """Return the rows of the tables, or the rows of one implementation. A row is a list of cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
-    return [row for row in found if not re.match("A( |:)", row[1]) and impl in row[0]]
+    return [row for row in found if not row[1].startswith("A:") and impl in row[0]]
 
 
 def timed(impl, ms, **values):
@@ -99,16 +99,12 @@ def test_what_cannot_be_compared_is_an_error_of_one_line(second, argv, message, 
     assert message in f"{error.value}{capsys.readouterr().err}"
 
 
-def headers(out):
-    return next(line for line in out.splitlines() if "ms ± IQR" in line)
-
-
 def test_two_files_and_one_stage_make_one_table(saved, capsys):
     files = [saved([timed("v1_online_softmax", ms), timed("sdpa", 1.0)], gpu=gpu) for gpu, ms in (("X", 3.0), ("Y", 2.0))]
     saved([timed("v1_online_softmax", 9.0)], gpu="Z")
     compare.main([*map(str, files), "--stage", "v1"])
     out = capsys.readouterr().out
-    assert "A (X): ms" in headers(out) and "B (Y): ms" in headers(out) and "different GPUs" in out
+    assert "different GPUs" in out
     assert rows(out) == [["fwd B=1 H=2 S=64 D=16 causal float16", "3 ± 0.01", "2 ± 0.01", "1.50"]]
 
 
@@ -121,7 +117,7 @@ def test_a_pass_that_a_run_skipped_has_its_parents_times(capsys):
     assert v5 == rows(capsys.readouterr().out) and len(v5) == 6 and all(row[3] == "1.00" for row in v5)
 
 
-def test_runs_have_ids_and_names_and_the_headers_tell_them_apart(saved, capsys):
+def test_runs_have_ids_and_names(saved, capsys):
     """Without names, the last two runs are those with the latest dates inside, and not those with the highest ids."""
     for ms, name, commit in ((4.0, "before", "c"), (2.0, "after", "c"), (1.0, "last", "d")):
         saved([timed(V1, ms)], gpu="X", name=name, commit=commit, backwards=True)
@@ -129,8 +125,7 @@ def test_runs_have_ids_and_names_and_the_headers_tell_them_apart(saved, capsys):
     assert rows(capsys.readouterr().out, V1) == [[V1, "2 ± 0.01", "4 ± 0.01", "0.50"]]
     compare.main(["before", "2"])
     out = capsys.readouterr().out
-    assert rows(out, V1)[0][-1] == "2.00" and "A (0001): ms ± IQR" in headers(out) and "B (0002): ms" in headers(out)
+    assert rows(out, V1)[0][-1] == "2.00" and re.search(r"\| +A: ms ± IQR \| +B: ms ± IQR \|", out)
     assert "A: .benchmarks/Linux/0001_before.json: X" in out and "B: .benchmarks/Linux/0002_after.json: X" in out
     compare.main(["0003_last", "0001"])
-    out = capsys.readouterr().out
-    assert rows(out, V1)[0][-1] == "0.25" and "A (d): ms" in headers(out) and "B (c): ms" in headers(out)
+    assert rows(capsys.readouterr().out, V1)[0][-1] == "0.25"

@@ -37,7 +37,7 @@ def run(folder, program, *arguments):
 
 @pytest.mark.parametrize("name", ["v3", stages.newest()])
 def test_an_exported_stage_runs_alone(name, tmp_path):
-    export(name, tmp_path / "mine", interpreter=True)
+    export(name, tmp_path / "mine")
     if reason := stages.unavailable(stages.resolve(name)):
         pytest.skip(reason)
     done = run(tmp_path, CALL, "cpu" if INTERPRETED else "cuda", str(stages.directory("v1").parents[1]), name)
@@ -46,18 +46,10 @@ def test_an_exported_stage_runs_alone(name, tmp_path):
     assert stages.resolve(name) in readme and "TRITON_INTERPRET=1" in readme and "torch 2" in readme
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="about machines without a GPU")
-def test_without_the_interpreter_it_says_what_is_missing(tmp_path):
-    export("v3", tmp_path / "mine", interpreter=False)
-    assert not list(tmp_path.rglob("interpret*"))
-    assert "It needs a GPU." in (tmp_path / "mine" / "README.md").read_text()
-    assert "ImportError: TRITON_INTERPRET=1 needs the interpreter" in run(tmp_path, "import mine").stderr
-
-
 @pytest.mark.parametrize(("asked", "folder", "said"), [
     ("v99", "mine", "no stage is called"), ("v3", "my-stage", "not a name"), ("v3", ".", "is there already"),
 ])  # fmt: skip
 def test_what_cannot_be_exported_is_refused(asked, folder, said, tmp_path):
     (tmp_path / "other").touch()
     with pytest.raises(SystemExit, match=said):
-        export(asked, tmp_path / folder, interpreter=False)
+        export(asked, tmp_path / folder)

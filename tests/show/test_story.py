@@ -121,9 +121,9 @@ def test_speed_names_its_run_or_says_that_there_is_none():
     both = records(OLD, 4.0, passes=["fwd"]) + records(NEW, 2.0, passes=["fwd"])
     runs = [run_of("new", "2026-01-02", [r for r in both if r["head_dim"] == 64]), run_of("old", "2026-01-01", both)]
     d64, d128 = "×2.00 (D=64, 2.00–2.00)", "×2.00 (D=128, 2.00–2.00)"
-    assert story.speed_line(runs[1:], OLD, NEW, "fwd") == f"speed: {d64}, {d128} [1]"
-    assert story.speed_line(runs, OLD, NEW, "fwd") == f"speed: {d64} [2]; {d128} [1]"
-    assert story.speed_line(runs[:1], OLD, NEW, "fwd") == f"speed: {d64} [1]; D=128: no run has both stages"
+    assert story.speed_line(runs[1:], OLD, NEW, "fwd") == f"speed: {d64}, {d128} [X, old]"
+    assert story.speed_line(runs, OLD, NEW, "fwd") == f"speed: {d64} [X, new]; {d128} [X, old]"
+    assert story.speed_line(runs[:1], OLD, NEW, "fwd") == f"speed: {d64} [X, new]; D=128: no run has both stages"
 
 
 def test_signs_of_noise_and_changed_code_are_explained_where_they_are(monkeypatch):
@@ -131,7 +131,7 @@ def test_signs_of_noise_and_changed_code_are_explained_where_they_are(monkeypatc
     measured = run_of("x", "2026-01-01", *(records(name, ms, source="0" * 12) for name, ms in times))
     monkeypatch.setattr(results, "runs", lambda: [measured])
     lines = story.step_lines(OLD, NEW)
-    assert "        speed: =† (D=64, 0.98–0.98), =† (D=128, 0.98–0.98) [1]" in lines
+    assert "        speed: =† (D=64, 0.98–0.98), =† (D=128, 0.98–0.98) [X, x]" in lines
     assert set(results.LEGEND.values()) <= set(story.sources(lines))
     assert not set(results.LEGEND.values()) & set(story.sources(lines[:1]))
 
@@ -147,7 +147,8 @@ def test_diff_shows_the_code_first_and_then_what_it_gained(capsys):
     story.main(["diff", "v4", "v5", "--gain=yes"])
     shown = capsys.readouterr().out
     files = re.findall(r"^\+\+\+ stages/\w+/(\S+)", shown, re.MULTILINE)
-    assert files in (["backward.py", "__init__.py"], [*story.code_files(OLD, NEW), "__init__.py"])
+    changed = [file for file in story.code_files(OLD, NEW) if stages.source(OLD, file) != stages.source(NEW, file)]
+    assert files == [*changed, "__init__.py"]
     lines = story.step_lines(OLD, NEW)
     code, told, end = shown.partition("\n".join(["", NEW, *lines, "", ""]))
     end, following = end.split("next: ")

@@ -148,4 +148,4 @@ def test_every_page_has_the_traces_of_its_step(tmp_path):
     check(tmp_path / "site")
     for name in stages.names():
         panels = (tmp_path / "site" / f"{stages.version(name)}.html").read_text().count('<figure class="panel')
-        assert panels >= len(scenes.passes(name)) * (2 if stages.parent(name) else 1), name
+        assert panels >= len(results.passes(name)) * (2 if stages.parent(name) else 1), name

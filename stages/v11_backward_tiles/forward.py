@@ -100,9 +100,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full)
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
-    mbarrier.expect(queries.full.index(0), tensors.q.block_type.nbytes)
-    where = [tile.batch, tile.head, tile.start_m, 0]
-    tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(0), queries.q.index(0))
+    mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [tile.batch, tile.head, tile.start_m, 0], q_full.index(0), q_s.index(0))
     for fill in range(gl.minimum(tile.key_tiles, STAGES)):
         _load(tensors, tile, ring, fill)
     _consumer(tensors, queries, ring, tile, problem, CAUSAL)

@@ -17,6 +17,17 @@ def l2_share(cache: int) -> int:
     return 1 << (max(cache // 3, 1).bit_length() - 1)
 
 
+def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
+    """Return about how many keys a tile of `queries` queries sees with a causal mask, on average.
+
+    Query i of seq_q sees the keys up to i + diagonal, and the last query sees `keys` keys. A tile sees what its last query
+    sees.
+    """
+    seeing = seq_q + min(diagonal, 0)  # number of queries that see a key
+    rising = keys - max(diagonal, 0)  # number of these that see fewer keys than the last query, plus 1
+    return (keys * seeing - rising * max(rising - queries, 0) / 2) / seq_q
+
+
 class _OfThisGPU(tl.constexpr):
     """`l2_share` of the GPU for which a kernel is first compiled; a constant of the kernel. An import asks no GPU."""
 

@@ -289,7 +289,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
-    shape, packed, tiles, splits, counted = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
+    shape, packed, tiles, splits, counted, _ = plan(
+        batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms()
+    )
     queries, outputs, rows = q, out, (64,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]

@@ -87,6 +87,7 @@ def _accumulate(
     m = gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, s_layout)) * scale_log2  # finite: rows see this tile's first key
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
+    l_layout: gl.constexpr = l.type.layout
     l_capped = gl.minimum(l, CAP)
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
@@ -104,7 +105,7 @@ def _accumulate(
         if MODE == "again":
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
-            l = l * per_row(rescale, l.type.layout)
+            l = l * per_row(rescale, l_layout)
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])
         sums = _sums(p)

@@ -2,23 +2,14 @@
 
 import triton
 
+from common.kernels.order import mean_keys
+
 # A running maximum costs extra time for each key tile. A guess costs extra time for its launches, as much as SHORT key tiles,
 # and for each query tile's first keys, as much as FEW_KEY_TILES key tiles. So if a CTA has n query tiles with k key tiles each,
 # a running maximum is faster if n * (k - FEW_KEY_TILES) <= SHORT (fitted to results/constants-h200.json, and as good for
 # constants-h100.json). Both are indexed by the larger of D and Dv.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 28, 256: 32}
 FEW_KEY_TILES = {16: 0, 32: 0, 64: 3, 128: 7, 256: 22}
-
-
-def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
-    """Return about how many keys a tile of `queries` queries sees with a causal mask, on average.
-
-    Query i of seq_q sees the keys up to i + diagonal, and the last query sees `keys` keys. A tile sees what its last query
-    sees.
-    """
-    seeing = seq_q + min(diagonal, 0)  # number of queries that see a key
-    rising = keys - max(diagonal, 0)  # number of these that see fewer keys than the last query, plus 1
-    return (keys * seeing - rising * max(rising - queries, 0) / 2) / seq_q
 
 
 def is_short(tiles: int, seq_q: int, seq_k: int, diagonal: int, causal: bool, shape, width: int, programs: int) -> bool:

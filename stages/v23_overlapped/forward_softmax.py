@@ -57,6 +57,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
     m = gl.max(s, 1) * scale_log2  # finite, because every row sees this tile's first key
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
+    l_layout: gl.constexpr = l.type.layout
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
@@ -73,7 +74,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
-        l = l * per_row(rescale, l.type.layout) + _sums(p)
+        l = l * per_row(rescale, l_layout) + _sums(p)
         if CONSUMERS == 2:
             acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials
             mbarrier.arrive(ring.empty.index(slot), count=1)

@@ -60,6 +60,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
     m = gl.max(s, 1) * scale_log2  # finite, because every row sees this tile's first key
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
+    l_layout: gl.constexpr = l.type.layout
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
@@ -83,7 +84,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if grows:
             rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
-            l = l * per_row(rescale, l.type.layout)
+            l = l * per_row(rescale, l_layout)
             acc = acc * per_row(rescale, acc_layout)
         l = l + sums
         m = m_new

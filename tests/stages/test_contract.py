@@ -25,8 +25,9 @@ def module(request):
 
 def test_a_stage_has_the_same_files_as_every_other(module):
     folder = pathlib.Path(module.__file__).parent
-    needed = ["__init__.py", "forward.py", "backward.py", *["README.md"] * (folder.name in STEPS)]
+    needed = ["__init__.py", *["README.md"] * (folder.name in STEPS)]
     assert [file for file in needed if not (folder / file).is_file()] == []
+    assert all((stages.directory(stages.home(folder.name, pass_)) / f"{pass_}.py").is_file() for pass_ in PARTS)
 
 
 def test_a_stage_exports_the_contract(module):
@@ -43,9 +44,10 @@ def test_a_stage_exports_the_contract(module):
 
 
 def test_a_stage_answers_with_its_own_functions(module):
-    """A stage does not use the functions of the stage that it was copied from."""
+    """A stage does not use the functions of the stage that it was copied from, except a pass that it imports as it is."""
     directory = module.__name__.removeprefix("stages.")
-    assert [module.forward.__module__, module.backward.__module__] == [f"{module.__name__}.{part}" for part in PARTS]
+    homes = [f"stages.{stages.home(directory, part)}.{part}" for part in PARTS]
+    assert [module.forward.__module__, module.backward.__module__] == homes
     assert (module.attention.__module__, module.attention.__qualname__) == (module.__name__, "attention")
     operator = inspect.getclosurevars(module.attention).nonlocals["forward_op"]
     assert operator.name() == f"kernel_evolution::{directory}_forward"
@@ -80,7 +82,7 @@ def is_pass(file, module, name):
 
 
 def test_a_stage_imports_only_passes_from_other_stages(module):
-    """The newest stage, which chooses among the ends of the tracks, also imports their plans."""
+    """The newest stage, which chooses among the ends of the tracks, also imports what their plans need."""
     paths = pathlib.Path(module.__file__).parent.glob("**/*.py")
     taken = [found for path in paths for found in taken_from_others(path, module.__name__)]
     if module.__name__ == f"stages.{stages.newest()}":

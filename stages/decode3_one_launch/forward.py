@@ -13,7 +13,6 @@ from common.kernels.hopper import (
     LOG2_E,
     ROWS,
     describe_tile,
-    matrix,
     new_barriers,
     new_ring,
     per_row,
@@ -196,7 +195,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         slot, phase = slot_and_phase(turn, Q_STAGES)
         own = slot * CONSUMERS + w  # this consumer's slot of `queries`
         mbarrier.wait(queries.full.index(own), phase)
-        q_buffer = matrix(queries.q.index(own))
+        q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
         fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)

@@ -210,8 +210,8 @@ def signal(barriers, n):
 
 @gluon.jit
 def matrix(buffer):
-    """Return a buffer of shape [1, 1, rows, columns] or [1, 1, queries, heads, columns] in shared memory as a matrix."""
-    return buffer.reshape([buffer.numel // buffer.shape[-1], buffer.shape[-1]])
+    """Return a buffer of shape [1, 1, rows, columns] in shared memory as a matrix."""
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
 
 
 @gluon.constexpr_function

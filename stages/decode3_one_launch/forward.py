@@ -30,7 +30,7 @@ from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_merge import _merge_kernel
 from .forward_plan import plan
-from .forward_scheduler import NextTiles, Problem, _next, _pass_on, _place, _row, _rows_before, _share, _tile
+from .forward_scheduler import NextTiles, Problem, _key_tiles, _next, _pass_on, _place, _row, _rows_before, _share, _tile
 from .forward_softmax import _accumulate, _scores
 
 
@@ -181,8 +181,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     while number < problem.batch_heads * problem.tiles_m * problem.splits:
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
-        end = (start_m + ROWS) // PACKED + problem.diagonal
-        seen = gl.cdiv(gl.minimum(end, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
+        seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
         last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
         idle = False
         if problem.is_split is not None:

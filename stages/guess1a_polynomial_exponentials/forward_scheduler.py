@@ -1,7 +1,9 @@
-"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
+"""The scheduler: the order of the work tiles, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -19,27 +21,27 @@ class State(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Sizes that all CTAs share."""
+    """Sizes that all work tiles share."""
 
-    batch_heads: gl.tensor  # B * H
-    heads: gl.tensor
-    heads_per_kv: gl.tensor
-    tiles_m: gl.tensor  # number of query tiles of a head
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
-    scale: gl.tensor
+    batch_heads: tl.tensor  # B * H
+    heads: tl.tensor
+    heads_per_kv: tl.tensor
+    tiles_m: tl.tensor  # number of query tiles of a head
+    seq_q: tl.tensor
+    seq_k: tl.tensor
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: tl.tensor
 
 
 class Tile(NamedTuple):
     """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
 
-    batch_head: gl.tensor  # batch * H + head
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    start_m: gl.tensor  # the tile's first query row
-    key_tiles: gl.tensor
+    batch_head: tl.tensor  # batch * H + head
+    batch: tl.tensor
+    head: tl.tensor
+    kv_head: tl.tensor
+    start_m: tl.tensor  # the tile's first query row
+    key_tiles: tl.tensor
 
 
 class NextTiles(NamedTuple):
@@ -49,18 +51,24 @@ class NextTiles(NamedTuple):
     full: gl.shared_memory_descriptor  # barriers, producer → consumers: the number has been written
 
 
-@gluon.jit
-def _tile(number, problem, ROW_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+@triton.jit
+def _key_tiles(end_m, problem, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return how many key tiles the rows before end_m see."""
+    keys = tl.minimum(end_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
+    return tl.cdiv(keys, BLOCK_N)
+
+
+@triton.jit
+def _tile(number, problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the work tile whose number is `number`."""
     tile, batch_head = tile_and_head(
-        problem.tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
+        problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,
     )  # fmt: skip
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - problem.diagonal % ROWS
-    seq_k = gl.minimum(start_m + BLOCK_M + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
-    keys = gl.cdiv(seq_k, BLOCK_N)
+    key_tiles = _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, CAUSAL)
     head = batch_head % problem.heads
-    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys)
+    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, key_tiles)
 
 
 @gluon.jit

@@ -37,6 +37,7 @@ from .forward_scheduler import (
     LATELY,
     NextTiles,
     Problem,
+    _key_tiles,
     _leave,
     _next,
     _next_again,
@@ -238,7 +239,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
     while number < tiles:
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
         start_m = tile.start_m + w * ROWS
-        seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
+        seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)

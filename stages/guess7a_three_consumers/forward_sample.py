@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from common.kernels.hopper import LOG2_E, ROWS, new_barriers
 
-from .forward_scheduler import LATELY, LOOKED_AT, Problem, _state, _tile
+from .forward_scheduler import LATELY, LOOKED_AT, Problem, _key_tiles, _state, _tile
 from .forward_softmax import _scores_of, _visible
 
 # A sample fails if one of its P is above 2 to this power. Other P of its tile may be larger. Fitted to times on an H200.
@@ -48,7 +48,7 @@ def _sample_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     tile = _tile((sample.to(gl.int64) * tiles // samples).to(gl.int32), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + sample % (BLOCK_M // ROWS) * ROWS
-    seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
     last_n = (seen - 1) * BLOCK_N
     one_n = sample % seen * BLOCK_N
     other_n = (sample + gl.cdiv(seen, 2)) % seen * BLOCK_N

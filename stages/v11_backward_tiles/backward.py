@@ -5,14 +5,12 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import describe
-from common.kernels.hopper import require_hopper
+from common.kernels.hopper import LOG2_E, require_hopper
 from common.layout import empty_rows
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import DELTA_ROWS, _delta_kernel
-from .backward_scheduler import Problem, _query_tile, _tile
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from .backward_scheduler import BLOCK_N, Problem, _query_tile, _tile
 
 
 @triton.jit
@@ -20,8 +18,8 @@ def _accumulate(
     dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, sums_desc, tile, lo, hi, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the steps [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are transposed,
-    for the matmuls of dk and dv."""
+    """Add the contribution of the steps [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
+    transposed, so that they enter the matmuls for dV and dK from registers."""
     if MASKED:
         # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
         offs_n = tl.arange(0, k.shape[0])
@@ -53,10 +51,10 @@ def _accumulate(
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(tl.program_id(0), problem, BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(tl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
 
     k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
@@ -82,7 +80,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because programs add to dQ in any order.
+    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     It also falls back for D or Dv = 256.
     """
     require_hopper(__package__)
@@ -103,7 +101,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe(grad_out, block_m, value_dim), lse, delta, describe(sums, block_m, head_dim),
         describe(dk, 128, head_dim), describe(dv, 128, value_dim), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=128, CAUSAL=causal, num_warps=8, num_stages=2,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, CAUSAL=causal, num_warps=8, num_stages=2,
     )  # fmt: skip
     torch.mul(sums, scale, out=dq)
     return dq, dk, dv

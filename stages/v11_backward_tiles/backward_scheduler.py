@@ -7,6 +7,8 @@ import triton.language as tl
 
 from common.kernels.order import tile_and_head
 
+BLOCK_N = tl.constexpr(128)  # keys of a CTA; their dK and dV stay in registers
+
 
 class Problem(NamedTuple):
     """Sizes that all CTAs share."""
@@ -37,10 +39,7 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _tile(
-    number, problem, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
+def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the work tile whose number is `number`."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = tl.cdiv(problem.seq_q, BLOCK_M)

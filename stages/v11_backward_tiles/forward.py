@@ -43,15 +43,6 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _store_out(out, tensors, queries, tile):
-    """Store the rows of O."""
-    queries.o.index(0).reshape(out.shape).store(out)
-    fence_async_shared()
-    where = [tile.batch, tile.head, tile.start_m, 0]
-    tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(0))
-
-
-@gluon.jit
 def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
     """Compute a CTA's query tile. `_forward_kernel` loads the first STAGES key tiles, `_accumulate` the others."""
     ROWS: gl.constexpr = queries.q.shape[3]
@@ -78,7 +69,9 @@ def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
     )
 
     out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
-    _store_out(out, tensors, queries, tile)
+    queries.o.index(0).reshape(out.shape).store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, tile.start_m, 0], queries.o.index(0))
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < problem.seq_q)
     tma.store_wait(0)
@@ -107,9 +100,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full)
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
-    mbarrier.expect(queries.full.index(0), tensors.q.block_type.nbytes)
-    where = [tile.batch, tile.head, tile.start_m, 0]
-    tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(0), queries.q.index(0))
+    mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [tile.batch, tile.head, tile.start_m, 0], q_full.index(0), q_s.index(0))
     for fill in range(gl.minimum(tile.key_tiles, STAGES)):
         _load(tensors, tile, ring, fill)
     _consumer(tensors, queries, ring, tile, problem, CAUSAL)

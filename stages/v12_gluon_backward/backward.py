@@ -218,7 +218,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
+    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     It also falls back for D or Dv = 256.
     """
     require_hopper(__package__)
@@ -236,8 +236,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     )  # fmt: skip
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 128), describe_tile(v, 128), describe_tile(grad_out, block_m),
-        lse, delta, describe_tile(sums, block_m),
-        describe_tile(dk, 128), describe_tile(dv, 128), scale,
+        lse, delta, describe_tile(sums, block_m), describe_tile(dk, 128), describe_tile(dv, 128), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8,
     )  # fmt: skip

@@ -78,15 +78,6 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(out, tensors, queries, tile):
-    """Store the rows of O."""
-    queries.o.index(0).reshape(out.shape).store(out)
-    fence_async_shared()
-    where = [tile.batch, tile.head, tile.start_m, 0]
-    tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(0))
-
-
-@gluon.jit
 def _consumer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     """Run on the other warps: compute the CTA's query tile."""
     ROWS: gl.constexpr = queries.q.shape[3]
@@ -113,7 +104,9 @@ def _consumer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     acc, m, l = _accumulate(acc, m, l, q, ring, full, tile.key_tiles, problem, last, scale_log2, CAUSAL, MASKED=True)
 
     out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
-    _store_out(out, tensors, queries, tile)
+    queries.o.index(0).reshape(out.shape).store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, tile.start_m, 0], queries.o.index(0))
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < problem.seq_q)
     tma.store_wait(0)

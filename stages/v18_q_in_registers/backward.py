@@ -292,7 +292,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
+    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     It also falls back for D or Dv = 256.
     """
     require_hopper(__package__)

@@ -24,7 +24,7 @@ from common.kernels.hopper import (
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_scheduler import Problem, _tile
+from .forward_scheduler import Problem, _key_tiles, _tile
 from .forward_softmax import _accumulate
 
 
@@ -116,7 +116,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     start_m = tile.start_m + w * ROWS
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     # A consumer that ends early never releases the CTA's last tiles. No load needs their slots: they are at most STAGES tiles.
-    seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
+    seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
     offs_m = start_m + gl.arange(0, ROWS, of_rows)

@@ -26,7 +26,7 @@ from common.kernels.hopper import (
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_scheduler import Problem, _tile
+from .forward_scheduler import Problem, _key_tiles, _tile
 from .forward_softmax import _accumulate, _scores
 
 
@@ -138,7 +138,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + w * ROWS
-    seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
+    seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
 
     offs_m = start_m + gl.arange(0, ROWS, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)

@@ -28,7 +28,7 @@ from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_scheduler import NextTiles, Problem, _next, _pass_on, _tile
+from .forward_scheduler import NextTiles, Problem, _key_tiles, _next, _pass_on, _tile
 from .forward_softmax import _accumulate, _scores
 
 
@@ -165,7 +165,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     while number < problem.batch_heads * problem.tiles_m:
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
         start_m = tile.start_m + w * ROWS
-        seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
+        seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)

@@ -36,8 +36,8 @@ def _accumulate(
     dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, sums_desc, batch, head, lo, hi, seq_q, seen_from, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are transposed,
-    for the matmuls of dk and dv."""
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
+    transposed, so that they enter the matmuls for dV and dK from registers."""
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
@@ -115,7 +115,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Under `torch.use_deterministic_algorithms` this falls back to v6, because programs add to dQ in any order.
+    Under `torch.use_deterministic_algorithms` this falls back to v6, because key tiles add to dQ in any order.
     """
     if torch.are_deterministic_algorithms_enabled():
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)

@@ -295,7 +295,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32. Up to D = 128, this also falls back under `torch.use_deterministic_algorithms`, because
-    CTAs add to dQ in any order.
+    key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -2,7 +2,7 @@
 
 from stages.decode4_few_rows.forward import forward as forward_of_decode
 from stages.guess7_short_rows.forward import forward as forward_of_guess
-from stages.shortfwd2_even_rounds.forward import forward as forward_of_shortfwd
+from stages.shortfwd3_short_tiles.forward import forward as forward_of_shortfwd
 
 from .forward_plan import chosen_forward
 

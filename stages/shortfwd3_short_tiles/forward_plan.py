@@ -1,0 +1,39 @@
+"""How the host divides a forward's work among CTAs."""
+
+from typing import NamedTuple
+
+import triton
+
+from common.kernels.order import mean_keys
+
+# Fixed strides cost time because CTAs end at different times. This time grows with the keys of a CTA's query tiles. A counter
+# costs time for its launch, as much as LAUNCH_KEYS keys, and for each query tile, as much as TILE_KEYS keys. So if a CTA has n
+# query tiles that see k keys each, fixed strides are faster if n * (k - TILE_KEYS) <= LAUNCH_KEYS. The constants were fitted on
+# an H200 at D = 128, to forwards that saved one more launch than the counter's (results/constants-h200.json).
+LAUNCH_KEYS = 1792
+TILE_KEYS = 448
+
+
+class Plan(NamedTuple):
+    """How a forward's work is divided."""
+
+    programs: int  # number of CTAs
+    short: bool  # whether CTAs take their tiles in fixed strides, not from a counter
+    per_round: int | None  # number of tiles in a round; see `_tile`
+
+
+def plan(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs) -> Plan:
+    """Return the plan of a forward whose last query sees `keys` keys.
+
+    `width` is the larger of D and Dv. A query tile has `queries` queries, and `programs` CTAs run at the same time.
+    """
+    tiles_m = triton.cdiv(seq_q + diagonal % 64, queries)
+    tiles = tiles_m * batch * heads
+    turns = triton.cdiv(tiles, programs)
+    seen = mean_keys(seq_q, keys, diagonal, queries) if causal else keys
+    short = turns == 1 or turns * (seen - TILE_KEYS) <= LAUNCH_KEYS
+    programs = min(tiles, programs)
+    per_round, fewer = None, programs - programs % tiles_m  # with so many CTAs, a round has all tiles of some heads
+    if causal and short and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:
+        programs = per_round = fewer  # not up to D = 64, where this order was slower on an H200
+    return Plan(programs, short, per_round)

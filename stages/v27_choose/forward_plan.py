@@ -13,8 +13,8 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     `common.operator`.
 
     - "decode" if rows are few, or if tiles do not fill the GPU, so that CTAs split the keys.
-    - "shortfwd" if a running maximum costs less than a guess; "decode" if query heads that share a tile save tiles then.
-    - "guess" for all other problems. It packs no heads: with long rows, a guess saves more than the tiles that packing saves.
+    - "shortfwd" if a running maximum costs less than a guess; but "decode" if packed heads need fewer waves of CTAs.
+    - "guess" for all other problems. It packs no heads.
     """
     width, programs = max(head_dim, value_dim), num_sms()
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
@@ -24,4 +24,4 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     tiles = triton.cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
     if not is_short(tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, programs):
         return "guess"
-    return "decode" if plan.packed > 1 else "shortfwd"
+    return "decode" if triton.cdiv(plan.tiles, programs) < triton.cdiv(tiles, programs) else "shortfwd"

@@ -68,8 +68,8 @@ def traffic_of_step(name: str) -> str:
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"Same bytes and FLOPs as {results.spoken(parent)}."
-    link = "[Bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
-    words = f"{link} of a head, S = {results.COUNTED_AT}. *ms*: [predicted]({PREDICTION}), 16k tokens."
+    link = "[One head](../../docs/measuring.md#counted-traffic)"
+    words = f"{link}, S = {results.COUNTED_AT}. *ms*: [predicted]({PREDICTION})."
     return f"{words}\n\n{_step_table(rows, list(columns))}"
 
 
@@ -112,8 +112,7 @@ def trunk_gains(name: str) -> str:
     gpus = ((span, traffic.GPUS.get(results.gpu_of(run.machine).lower())) for span, run in used.items() if run)
     forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus if gpu}
     rows = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}
-    by = [f"[predicted]({PREDICTION})", *([f"measured ({where}{results.CHANGED * any(changed)})"] if where else [])]
-    caption = [f"Speed over {results.spoken(parent)}: {', '.join(by)}."]
+    caption = [f"Speed over {results.spoken(parent)}" + (f" ({where}{results.CHANGED * any(changed)})." if where else ".")]
     table = _step_table(rows, [PREDICTED, *headers])
     return f"{' '.join([*caption, *legend(table)])}\n\n{table}"
 
@@ -149,12 +148,12 @@ def track_gains(name: str) -> str:
         gains = [results.ratio(found, name, old, group) for old in columns.values()]
         share = results.ratio(found, name, results.FASTEST, group)
         rows[words] = [str(gain or "-") for gain in gains] + [share.percent if share else "-"]
-    what = "On the track's benchmark" + f" ({tracks.read(key).words})" * (name == stages.line(key)[0])
+    what = f"The track's benchmark: {tracks.read(key).words}. " * (name == stages.line(key)[0])
     if all(row[0] == "-" for row in rows.values()):
-        return f"{what}, {results.spoken(name)} is not measured yet."
+        return f"{what}Not measured yet."
     table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
     # docs/reading.md explains †
-    caption = [f"{what}, measured on {results.places(found)}.", *legend(table.replace(results.CHANGED, ""))]
+    caption = [f"{what}Measured on {results.places(found)}.", *legend(table.replace(results.CHANGED, ""))]
     return f"{' '.join(caption)}\n\n{table}"
 
 

@@ -196,11 +196,11 @@ def change(old: str, new: str) -> Change:
     touched = []
     for pass_ in results.CODE.values():
         before, after = _texts(old, new, pass_)
-        kernels = any("jit" in line for lines in after.values() for line in lines if line.startswith("@"))
+        had, has = (any(".jit" in line for lines in texts.values() for line in lines) for texts in (before, after))
         for name in before | after:
             shown = list(difflib.unified_diff(before.get(name, []), after.get(name, []), n=0, lineterm=""))[2:]
             marks = [line[0] for line in shown]
-            added, removed = added + marks.count("+"), removed + marks.count("-") * kernels
+            added, removed = added + marks.count("+"), removed + marks.count("-") * (has or not had)
         before, after = (
             {name: text for file in stages.files(pass_, stage) for name, text in functions(stages.source(stage, file)).items()}
             for stage in (old, new)

@@ -1,4 +1,4 @@
-"""At D = 128, short forwards have key tiles of half the length."""
+"""At D = 128, short forwards halve their key tiles."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,5 +1,6 @@
 """The backward: it calls the backward of the track that suits the head dimension."""
 
+from common.kernels.hopper import require_hopper
 from stages.shortbwd6_first_store.backward import backward as backward_of_shortbwd
 from stages.wide7_wide_overlap.backward import backward as backward_of_wide
 
@@ -16,6 +17,10 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     Both tracks fall back to v6 for float32 and under `torch.use_deterministic_algorithms`.
+
+    Raises:
+        Unavailable: the GPU is not a Hopper GPU.
     """
+    require_hopper(__package__)
     track = chosen_backward(q.shape[3], v.shape[3])
     return BACKWARDS[track](grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)

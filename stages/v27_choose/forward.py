@@ -1,5 +1,6 @@
 """The forward: it calls the forward of the track that suits the problem."""
 
+from common.kernels.hopper import require_hopper
 from stages.decode4_few_rows.forward import forward as forward_of_decode
 from stages.guess7_short_rows.forward import forward as forward_of_guess
 from stages.shortfwd3_short_tiles.forward import forward as forward_of_shortfwd
@@ -15,5 +16,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
     """
+    require_hopper(__package__)
     track = chosen_forward(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, diagonal)
     return FORWARDS[track](q, k, v, causal=causal, scale=scale, diagonal=diagonal)

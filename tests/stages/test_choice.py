@@ -1,0 +1,64 @@
+"""The newest stage chooses among the ends of the tracks. Each choice is reached, and runs the pass that it names."""
+
+import pytest
+import torch
+from cases import by_functions, check, make_inputs
+
+import stages
+from common.runtime import INTERPRETED, Device, interpreted_as
+
+NEWEST = stages.load("newest")
+
+
+def homes(functions):
+    """Return the names of the stages that have these functions."""
+    return {function.__module__.split(".")[1] for function in functions.values()}
+
+
+FORWARDS, BACKWARDS = homes(NEWEST.forward.__globals__["FORWARDS"]), homes(NEWEST.backward.__globals__["BACKWARDS"])
+H100 = Device(num_sms=132)
+PROBLEMS = [  # batch, heads, K/V heads, queries, keys, D, Dv, causal; on 132 SMs, as in a GPU's benchmarks
+    (8, 32, 8, 1, 16384, 128, 128, False), (64, 32, 8, 1, 65536, 64, 64, False), (1, 16, 16, 16, 1024, 64, 64, False),
+    (32, 16, 16, 512, 512, 128, 128, True), (32, 8, 8, 512, 512, 256, 256, True), (32, 32, 32, 512, 512, 64, 64, False),
+    (4, 32, 32, 4096, 4096, 64, 64, True), (4, 16, 16, 4096, 4096, 128, 128, False), (4, 8, 8, 4096, 4096, 256, 256, False),
+]  # fmt: skip
+SMALL = [(1, 2, 1, 1, 300, 64, 64, False), (1, 2, 2, 300, 1000, 128, 128, True), (2, 4, 4, 300, 700, 32, 32, False)]
+
+
+def test_every_track_is_chosen_and_is_a_track_s_end():
+    assert FORWARDS | BACKWARDS <= {stages.line(track)[-1] for track in stages.tracks()}
+    with interpreted_as(H100):
+        chosen = [NEWEST.choice(*problem) for problem in PROBLEMS]
+    assert {choice.forward for choice in chosen} == FORWARDS
+    assert {choice.backward for choice in chosen} == BACKWARDS
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's number of SMs makes small problems long")
+def test_the_chosen_pass_runs(monkeypatch):
+    """Small problems reach all forwards. The stage that `choice` names is the one that runs, and the results are right."""
+    ran = []
+
+    def noted(run):
+        def call(*args, **options):
+            ran.append(run.__module__)
+            return run(*args, **options)
+
+        return call
+
+    for function, name in ((NEWEST.forward, "FORWARDS"), (NEWEST.backward, "BACKWARDS")):
+        space = function.__globals__
+        monkeypatch.setitem(space, name, {track: noted(run) for track, run in space[name].items()})
+    reached = set()
+    for batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal in SMALL:
+        choice = NEWEST.choice(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal)
+        inputs = make_inputs(seq_q, seq_k, head_dim, batch=batch, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
+        ran.clear()
+        check(NEWEST, *inputs, causal=causal, run=by_functions)
+        assert ran == [f"stages.{choice.forward}.forward", f"stages.{choice.backward}.backward"]
+        reached.add(choice.forward)
+    assert reached == FORWARDS
+
+
+def test_float32_falls_back_whatever_is_chosen():
+    choice = NEWEST.choice(4, 32, 32, 4096, 4096, 64, 64, True, dtype=torch.float32)
+    assert choice.forward == choice.backward and not stages.track(choice.forward)

@@ -9,7 +9,7 @@ matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt  # noqa: E402
 
 import stages  # noqa: E402
-from common.show import results, tracks  # noqa: E402
+from common.show import results  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
 # Lines of libraries. Color-blind readers can tell the colors apart.
@@ -33,10 +33,10 @@ def _save(figure, path: Path, title: str):
 
 
 def draw_evolution(found: list[results.Run], directory: Path):
-    """Plot the mean TFLOP/s for the largest head dimension: bars for the trunk's stages and the tracks' last stages, lines for
-    the libraries. All bars and lines of a pass are from one run: the one with the most stages, or the newest of several."""
+    """Plot the mean TFLOP/s for the largest head dimension: bars for the trunk's stages, lines for the libraries. All bars and
+    lines of a pass are from one run: the one with the most stages, or the newest of several."""
     figure, grid = plt.subplots(2, 1, figsize=(13, 7.5), layout="constrained", sharey=True)
-    used, shown = [], [*stages.line(), *(stages.line(key)[-1] for key in tracks.known())]
+    used, shown = [], stages.line()
     for axes, pass_ in zip(grid, results.CODE, strict=True):
         works = results.mean_over(pass_, max(results.HEAD_DIMS))
         held = {run: [name for name in shown if run.holds(name, works)] for run in found}

@@ -100,7 +100,8 @@ def changed(record: dict) -> bool:
 def present(records: list[dict]) -> list[dict]:
     """Return the records with the present names of stages, without those of stages that no longer exist.
 
-    A stage that took in several others has code that no run measured, so it gets no records of theirs.
+    A stage that took in several others has code that no run measured, so it gets no records of theirs. Neither does a stage get
+    records of a pass that it does not change: under its old name, it had another parent.
     """
     here, moved = {*stages.names()}, stages.moved()
     names = {old: new for old, new in moved.items() if [*moved.values()].count(new) == 1}
@@ -108,7 +109,8 @@ def present(records: list[dict]) -> list[dict]:
     for record in records:
         name, again, _ = record["impl"].partition(AGAIN)
         now = name if name in here or not stages.position(name) else names.get(name)
-        found += [record | {"impl": now + again}] if now else []
+        own = now == name or record["pass"] not in CODE or (now and record["pass"] in passes(now))
+        found += [record | {"impl": now + again}] if now and own else []
     return found
 
 

@@ -204,7 +204,7 @@ def wait_empty(empty, n):
 
 @gluon.jit
 def signal(barriers, n):
-    """Arrive at the barrier of a ring's n-th fill."""
+    """Arrive at the barrier of a ring's n-th fill, once for all warps of a role: the compiler lets them meet before it."""
     mbarrier.arrive(barriers.index(n % barriers.shape[0]), count=1)
 
 

@@ -53,7 +53,10 @@ class Queries(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """K and V in shared memory: a ring buffer with STAGES slots."""
+    """K and V in shared memory: a ring buffer with STAGES slots.
+
+    One arrival stands for all warps of a role, because the compiler lets them meet before it.
+    """
 
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]

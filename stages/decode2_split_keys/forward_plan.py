@@ -15,7 +15,7 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
 
 
-# TILES is indexed by the larger of D and Dv.
+# TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),

@@ -115,7 +115,7 @@ class Shape(NamedTuple):
     kv_slots: int  # buffers of K and V
 
 
-# TILES is indexed by the larger of D and Dv.
+# TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
     128: Shape(queries=128, keys=128, kv_slots=2),
     256: Shape(queries=128, keys=64, kv_slots=2),

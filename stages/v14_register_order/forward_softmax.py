@@ -9,7 +9,10 @@ from common.kernels.hopper import matrix, per_row, slot_and_phase, wait_full, wg
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
-    """Start to load a key tile's K and V into the next slot of the ring. Before the call, all warps must have read the slot."""
+    """Start to load a key tile's K and V into the next slot of the ring.
+
+    All warps must have read the slot's old tiles. No line waits for this: the compiler lets all warps meet before a copy.
+    """
     STAGES: gl.constexpr = ring.k.shape[0]
     slot, _ = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]

@@ -46,7 +46,10 @@ class Queries(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """K and V in shared memory: a ring buffer with STAGES slots."""
+    """K and V in shared memory: a ring buffer with STAGES slots.
+
+    One arrival stands for all warps of a role, because the compiler lets them meet before it.
+    """
 
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
@@ -184,7 +187,7 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
 
 
-# TILES is indexed by the larger of D and Dv.
+# TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),

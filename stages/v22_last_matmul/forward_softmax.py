@@ -65,6 +65,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
         slot, _ = slot_and_phase(fill, STAGES)
         # NOTE: this consumer waits for each matmul; in v23 it issues S and P V together.
         s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
+        # P and V are the previous tile's. So no softmax lies between the two matmuls.
         acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(ring.empty.index(slot), count=1)

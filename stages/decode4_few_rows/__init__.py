@@ -7,7 +7,7 @@ from stages.v26_second_q.backward import backward
 from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
-WAS = "v33_few_rows v34_planned_splits"
+WAS = "v33_few_rows"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.

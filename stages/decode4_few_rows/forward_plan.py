@@ -1,6 +1,5 @@
 """How the host divides a forward's work among CTAs."""
 
-import functools
 from typing import NamedTuple
 
 import triton
@@ -24,37 +23,12 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 }
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
 FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores takes FEW_ROWS, not 256 rows (fitted on an H200)
-# Constants of `splits_of`, fitted to times on an H200. results/constants-h200.json has the times of all numbers of splits.
-# `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
-CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
-ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
-MERGE = 75_000  # time of the merge's launch
 
 
-@functools.cache
-def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
-    """Return the smallest number of splits whose predicted time is within 1 % of the best time.
-
-    A CTA takes up to ceil(tiles * splits / programs) query tiles one after the other, with ceil(key_tiles / splits) key tiles
-    each. Then one more launch merges the splits. All CTAs together write the splits' outputs in float32, and read them again
-    for the merge.
-
-    Args:
-        tiles: number of query tiles of all heads. Each has `rows` rows.
-        key_tiles: number of key tiles of each query tile. Each has `keys` keys.
-        width: number of elements of a key in K and V together.
-        programs: number of CTAs that run at the same time.
-    """
-
-    def cost(splits):
-        turns = triton.cdiv(tiles * splits, programs)
-        busy = tiles * splits / (turns * programs)
-        key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)
-        parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs
-        return turns * triton.cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
-
-    costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
-    return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
+def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
+    """Return the number of splits with which the tiles fill `programs` CTAs."""
+    # NOTE: splits also cost time, for one more launch and for the bytes of their outputs; decode5 predicts this time.
+    return max(1, min(key_tiles, programs // tiles))
 
 
 class Plan(NamedTuple):
@@ -82,10 +56,8 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     before = diagonal % (64 // packed)  # positions before query 0
     tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
-    splits, key_tiles = 1, triton.cdiv(keys, shape.keys)
-    if few or tiles < programs:
-        rows = min(seq_q * packed, shape.queries)
-        splits = splits_of(tiles, key_tiles, rows, shape.keys, head_dim + value_dim, programs)
+    key_tiles = triton.cdiv(keys, shape.keys)
+    splits = splits_of(tiles, key_tiles, programs)
     if few and key_tiles <= splits and shape.keys > 64:  # halve a CTA's only key tile to start matmuls sooner
         shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
     # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits. If

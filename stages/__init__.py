@@ -98,18 +98,18 @@ def directory(name: str) -> Path:
 
 
 def imported(text: str, pass_: str) -> str | None:
-    """Return the stage from which an `__init__.py` with this text imports a pass; None if the pass is the stage's own."""
+    """Return the stage from which a `forward.py` or `backward.py` with this text takes its pass; None if it has its own."""
     found = re.search(rf"^from {__name__}\.(\w+)\.{pass_} import {pass_}$", text, re.MULTILINE)
     return found and found[1]
 
 
 def home(name: str, pass_: str) -> str:
-    """Return the stage that has the files of a stage's pass, "forward" or "backward".
+    """Return the stage that has the kernels of a stage's pass, "forward" or "backward".
 
-    A branch that changes one pass imports the other in its `__init__.py`: `from stages.v26_second_q.backward import backward`.
+    A branch that changes the forward alone has a `backward.py` that says `from stages.v26_second_q.backward import backward`.
     """
-    module = directory(name) / "__init__.py"
-    return (imported(module.read_text(), pass_) if module.exists() else None) or name
+    path = directory(name) / f"{pass_}.py"
+    return (imported(path.read_text(), pass_) if path.exists() else None) or name
 
 
 def files(pass_: str, *names: str) -> list[str]:
@@ -120,7 +120,7 @@ def files(pass_: str, *names: str) -> list[str]:
 
 
 def source(name: str, file: str) -> str:
-    """Return the text of a stage's file, or of the file in the pass that the stage imports; "" if there is no such file."""
+    """Return the text of a stage's file, or of the file in the pass that the stage takes over; "" if there is no such file."""
     pass_ = re.match("forward|backward|", file)[0]
     path = directory(home(name, pass_) if pass_ else name) / file
     return path.read_text() if path.exists() else ""

@@ -56,7 +56,7 @@ def files_of(name: str, pass_: str, read: Callable[[str], str | None] = _from_di
     Returns:
         A dict from each file's path to its syntax tree, as text without comments and docstrings.
     """
-    home = stages.imported(read(f"stages/{name}/__init__.py") or "", pass_) or name
+    home = stages.imported(read(f"stages/{name}/{pass_}.py") or "", pass_) or name
     found, waiting = {}, [f"stages/{home}/{pass_}.py"]
     while waiting:
         path = waiting.pop()

@@ -87,7 +87,8 @@ def present(name: str) -> Texts:
     Raises:
         ValueError: a file has a conflict or a syntax error. The message names the first one.
     """
-    texts = {file: stages.source(name, file) for file in story.code_files(name) if (stages.directory(name) / file).exists()}
+    paths = [stages.directory(name) / file for file in story.code_files(name)]
+    texts = {path.name: path.read_text() for path in paths if path.exists()}
     if found := conflicts(name, texts):
         raise ValueError(f"{found[0]} has a conflict; resolve it first")
     for file, text in texts.items():
@@ -104,7 +105,7 @@ def write(name: str, texts: Texts):
         path = stages.directory(name) / file
         if file not in texts:
             path.unlink(missing_ok=True)
-        elif stages.source(name, file) != texts[file]:
+        elif not path.exists() or path.read_text() != texts[file]:
             files.replace(path, texts[file])
 
 

@@ -2,8 +2,8 @@
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention
-from stages.v26_second_q.backward import backward
 
+from .backward import backward
 from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]

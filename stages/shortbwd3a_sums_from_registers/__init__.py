@@ -2,9 +2,9 @@
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention
-from stages.v26_second_q.forward import forward
 
 from .backward import backward
+from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 WAS = "v49a_sums_from_registers"

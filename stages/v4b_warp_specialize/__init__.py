@@ -1,8 +1,8 @@
 """A dead end: the compiler gives warps different roles (`warp_specialize=True`)."""
 
 from common.operator import make_attention
-from stages.v4_autotune_descriptor.backward import backward
 
+from .backward import backward
 from .forward import forward
 
 __all__ = ["attention", "backward", "forward"]

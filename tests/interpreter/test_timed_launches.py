@@ -5,6 +5,7 @@ Most tests use invented rates, so that cycles are easy to count.
 
 import pytest
 import torch
+from cases import guessing
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -101,7 +102,7 @@ def test_a_stage_keeps_the_units_busy_for_as_long_as_their_measured_rates_say(pa
     """A forward has 4 S² D FLOPs, a backward has 10 S² D, and each computes S² exponentials."""
     rates = measured_rates()
     assert 0.98 * 4096 < rates.moved["matmul"] <= 4096 and 15 < rates.results["exp2"] <= 16  # an SM's limits per cycle
-    recorded = trace(stages.load("guess1"), Workload(pass_, 1, 1, 512, 64, False, "float16"))
+    recorded = trace(stages.load(guessing()[0]), Workload(pass_, 1, 1, 512, 64, False, "float16"))
     spans = max(recorded.spans.values(), key=len)  # of the pass's main kernel
     end = max(span.end for span in spans)
     cycles = {unit: share * end for unit, share in busy(spans, end).items()}

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.order import l2_share, tile_and_head
+from common.kernels.order import l2_share, mean_keys, tile_and_head
 from common.runtime import DEVICE
 
 TILES, HEADS, SEQ, ROW_BYTES = 5, 7, 1000, 256
@@ -46,3 +46,18 @@ def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
 def test_a_group_takes_a_third_of_the_l2_cache_or_less():
     shares = {mib: l2_share(mib * 2**20) // 2**20 for mib in (40, 50, 60, 126)}  # of an A100, H100, H200 and B200
     assert shares == {40: 8, 50: 16, 60: 16, 126: 32}
+
+
+@pytest.mark.parametrize("queries", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "diagonal"),
+    [
+        (1024, 1024, 0), (2048, 4096, 2048), (9216, 2048, 0), (256, 3072, 2816), (256, 3072, 0), (8192, 4096, -4096),
+        (2048, 512, -1536),
+    ],
+)  # fmt: skip
+def test_mean_number_of_keys(seq_q, seq_k, diagonal, queries):
+    ends = [min(start + queries, seq_q) + diagonal for start in range(0, seq_q, queries)]
+    mean = sum(min(max(end, 0), seq_k) for end in ends) / len(ends)
+    keys = min(seq_k, seq_q + diagonal)
+    assert mean_keys(seq_q, keys, diagonal, queries) == pytest.approx(mean)

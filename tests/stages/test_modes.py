@@ -136,21 +136,6 @@ def test_the_host_chooses_what_was_fast(gpu, workloads):
         assert case["us"][str(int(short))] <= 1.02 * min(case["us"].values()), w.label
 
 
-@pytest.mark.parametrize("queries", [64, 128, 256])
-@pytest.mark.parametrize(
-    ("seq_q", "seq_k", "diagonal"),
-    [
-        (1024, 1024, 0), (2048, 4096, 2048), (9216, 2048, 0), (256, 3072, 2816), (256, 3072, 0), (8192, 4096, -4096),
-        (2048, 512, -1536),
-    ],
-)  # fmt: skip
-def test_mean_number_of_keys(seq_q, seq_k, diagonal, queries):
-    ends = [min(start + queries, seq_q) + diagonal for start in range(0, seq_q, queries)]
-    mean = sum(min(max(end, 0), seq_k) for end in ends) / len(ends)
-    keys = min(seq_k, seq_q + diagonal)
-    assert names_in(NEWEST)["mean_keys"](seq_q, keys, diagonal, queries) == pytest.approx(mean)
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter takes minutes")
 @pytest.mark.parametrize(("batch", "heads", "seq_q", "seq_k", "head_dim", "causal", "mode"), CHOSEN)
 def test_modes_that_the_host_chooses(batch, heads, seq_q, seq_k, head_dim, causal, mode, recorded):

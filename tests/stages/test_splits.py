@@ -219,22 +219,3 @@ def test_second_tiles_in_fixed_strides(name, monkeypatch):
     set_names(monkeypatch, name, splits_of=lambda *_: 1)
     with interpreted_as(Device(num_sms=3)):
         assert_correct(*forward(stages.load(name), *make_inputs(1, 300, 64, batch=1, heads=8)[:3]))
-
-
-AVERAGING = once_by_file([name for name in stages.names() if "mean_keys" in names_in(name)], "forward_plan.py")
-
-
-@pytest.mark.parametrize("name", AVERAGING)
-@pytest.mark.parametrize("queries", [64, 128, 256])
-@pytest.mark.parametrize(
-    ("seq_q", "seq_k", "diagonal"),
-    [
-        (1024, 1024, 0), (2048, 4096, 2048), (9216, 2048, 0), (256, 3072, 2816), (256, 3072, 0), (8192, 4096, -4096),
-        (2048, 512, -1536),
-    ],
-)  # fmt: skip
-def test_mean_number_of_keys(name, seq_q, seq_k, diagonal, queries):
-    ends = [min(start + queries, seq_q) + diagonal for start in range(0, seq_q, queries)]
-    mean = sum(min(max(end, 0), seq_k) for end in ends) / len(ends)
-    keys = min(seq_k, seq_q + diagonal)
-    assert names_in(name)["mean_keys"](seq_q, keys, diagonal, queries) == pytest.approx(mean)

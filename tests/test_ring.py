@@ -243,7 +243,7 @@ def test_sends_of_a_backward_run_while_heads_are_computed(size, kv_heads, events
     backward."""
     seen = []
 
-    def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+    def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         assert q.shape[1] == out.shape[1] == lse.shape[1] == 2 * k.shape[1]
         seen.append(k.shape[1])
         return tuple(torch.zeros_like(tensor) for tensor in (q, k, v))

@@ -16,7 +16,8 @@ import math
 import signal
 import statistics
 import sys
-from dataclasses import astuple, fields
+from collections import Counter
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,10 @@ from common.measure.counter import Count, count
 from common.measure.footprint import footprint
 from common.measure.options import json_path, list_of, one_of, positive, single, sink, unwritable
 from common.measure.progress import COLUMNS, Progress, say
+from common.measure.random_shapes import draw
 from common.measure.workloads import Workload
 from common.runtime import DEVICE, INTERPRETED
-from common.show import counts, results, tracks
+from common.show import counts, results, shapes, tracks
 from common.show.results import AGAIN, CODE, HEAD_DIMS, MEAN_OVER, source, spoken
 from common.show.summary import summary
 from common.show.tables import markdown, speed_table
@@ -49,6 +51,9 @@ GPU_CASE_S = 0.75
 # Approximate seconds of a case on the interpreter: a constant, plus a forward's time for each query-key pair. For each pair, a
 # backward takes 2.5 times as long.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
+
+SHAPES = 100  # random shapes of a run
+NEW_LENGTHS = 20  # lengths of each workload for the host's time of new lengths
 
 CHECKED_SCORES = 2**33  # the check computes at most this many float64 scores: those of 32 heads with 16384 queries and keys
 
@@ -94,6 +99,13 @@ def _above_0(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise ValueError(f"{text!r} is not a number above 0")
     return float(text)
+
+
+def _seed(text: str) -> int:
+    """Parse a whole number. Raise ValueError for other texts."""
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(text)
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -153,6 +165,19 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--choice", action="store_true", help="print whose passes the newest stage chooses, and measure nothing"
     )
+    parser.add_argument(
+        "--random",
+        type=single(_seed),
+        metavar="SEED",
+        help="measure random shapes, the same for the same SEED; the default is the newest stage beside the fastest libraries",
+    )
+    parser.add_argument("--shapes", type=single(positive), help=f"the number of random shapes; default: {SHAPES}")
+    parser.add_argument(
+        "--check",
+        choices=("yes", "no", "only"),
+        default="yes",
+        help="compare each result with float64 before the measurement (yes), not at all (no), or measure no time (only)",
+    )
     parser.add_argument("--wide", action="store_true", help="show all columns of the tables, in lines of any length")
     parser.add_argument(
         "--reference",
@@ -160,13 +185,20 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last two "
         "stages of the trunk, at more lengths. short: calls that take mostly CPU time. passes-as-one: forward and backward "
         "together, for a smaller model. shared: GQA, and head dimensions that differ between K and V. models: shapes of real "
-        f"models, and odd lengths. {of_tracks}",
+        f"models, and odd lengths. random, random-flash-4: random shapes. {of_tracks}",
     )
 
     options, words = parser.parse_known_args(argv)
     options.for_pytest = _for_pytest(parser, words)
     if options.reference and (options.again or any(getattr(options, name) for name in defaults)):
-        parser.error("--reference selects all cases itself, so only --json can be added")
+        parser.error("--reference selects all cases itself, so only --json and --check can be added")
+    if options.random is None and options.shapes:
+        parser.error("argument --shapes: only --random draws shapes")
+    if options.random is not None:
+        given = [name for name in defaults if name != "stage" and getattr(options, name)]
+        if given or options.reference:
+            parser.error("--random draws all shapes itself, so it takes no other options for shapes, and no --reference")
+        defaults["stage"] = [stages.newest()]
     options.about = options.stage[-1] if options.stage else None
     for name, default in defaults.items():
         values = getattr(options, name) or default
@@ -175,7 +207,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     if True in options.causal and any(kv_len not in (None, seq_len) for seq_len, kv_len in lengths):
         parser.error("argument --kv-len: a causal workload has as many keys as queries; add --causal=no")
     try:
-        options.workloads = _workloads(options)
+        drawn = options.random is not None
+        options.workloads = draw(options.random, options.shapes or SHAPES) if drawn else _workloads(options)
     except ValueError as error:
         parser.error(f"argument --{'sink' if 'sink' in str(error) else 'kv-heads'}: {error}")
     return options
@@ -255,6 +288,9 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         ["--head-dim=64", "--heads=16", "--causal=no", "--seq-len=197", "--batch=64"],
         ["--head-dim=128", "--seq-len=1023,3001,5000"],
     )],
+    # FlashAttention-3 and -4 do not run in one process.
+    "random": [(["--random=0"], ["sdpa-cudnn", "flash-3", stages.newest()])],
+    "random-flash-4": [(["--random=0"], ["flash-4", stages.newest()])],
     **_track_runs(),
 }  # fmt: skip
 
@@ -273,7 +309,8 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     place, so that the two times are as far apart as any others. In a reference run, this is the newest stage.
     """
     if not options.reference:
-        chosen = [(options.workloads, [*BASELINES, *chosen_stages(options.stage)])]
+        names = [*BASELINES, *chosen_stages(options.stage)] if options.random is None else [*FASTEST[:-1], *options.stage]
+        chosen = [(options.workloads, names)]
         again = options.again
     else:
         chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
@@ -316,20 +353,26 @@ def show_stale():
             print(f"make reference GRID={name} FILE=results/{path.name}  # {', '.join(rows)}")
 
 
+def chosen(name: str, work: Workload) -> str:
+    """Return the stages whose passes the stage `name` chooses for a workload; "-" if it has no function `choice`."""
+    if not (choose := getattr(stages.load(name), "choice", None)):
+        return "-"
+    taken = inspect.signature(choose).parameters
+    given = {each: getattr(work, each) for each in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "causal")}
+    given |= {"seq_q": work.seq_len, "seq_k": work.kv_len, "diagonal": 0, "dtype": workloads.DTYPES[work.dtype]}
+    found = choose(**{each: value for each, value in given.items() if each in taken})
+    return ", ".join(getattr(found, CODE[part]) for part in work.pass_.split("+"))
+
+
 def choices(name: str, works: list[Workload]) -> str:
     """Return a table of the stages whose passes the stage `name` chooses, one row for each workload.
 
     Raises:
         SystemExit: the stage has no function `choice`.
     """
-    if not (choose := getattr(stages.load(name), "choice", None)):
+    if not hasattr(stages.load(name), "choice"):
         raise SystemExit(f"{name} chooses nothing, because it has no function `choice`")
-    taken, rows = inspect.signature(choose).parameters, []
-    for work in works:
-        given = {each: getattr(work, each) for each in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "causal")}
-        given |= {"seq_q": work.seq_len, "seq_k": work.kv_len, "diagonal": 0, "dtype": workloads.DTYPES[work.dtype]}
-        found = choose(**{each: value for each, value in given.items() if each in taken})
-        rows.append([work.label, ", ".join(getattr(found, CODE[part]) for part in work.pass_.split("+"))])
+    rows = [[work.label, chosen(name, work)] for work in works]
     return markdown(rows, ["workload", f"{spoken(name)} chooses"], ("workload", f"{spoken(name)} chooses"))
 
 
@@ -375,10 +418,16 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1)  # the cases of a workload are adjacent
+def _inputs(workload: Workload):
+    _problem.cache_clear()  # free the previous workload's inputs, which may be as large as the new ones
+    _inputs.cache_clear()
+    return workload.inputs()
+
+
+@functools.lru_cache(maxsize=1)
 def _problem(workload: Workload):
     """Return a workload's inputs, the float64 results of the checked heads, and the error bounds."""
-    _problem.cache_clear()  # free the previous workload's inputs, which may be as large as the new ones
-    inputs = workload.inputs()
+    inputs = _inputs(workload)
     *qkv, grad_out = (_checked(tensor, workload) for tensor in inputs)
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     options["grad_out"] = None if workload.pass_ == "fwd" else grad_out
@@ -386,6 +435,21 @@ def _problem(workload: Workload):
     bounds = reference.error_bounds(truth, reference.plain(*qkv, **options))
     del truth["magnitudes"]  # free this memory for the implementations
     return inputs, truth, bounds
+
+
+def _host_of_new_lengths(impl: str, workload: Workload) -> list[float]:
+    """Return the CPU seconds of calls whose lengths no call had before. The kernels are compiled."""
+    longest = replace(workload, seq_len=workload.seq_len + NEW_LENGTHS, kv_len=workload.kv_len + NEW_LENGTHS)
+    tensors, found = longest.inputs(), []
+    for more in range(1, NEW_LENGTHS + 1):
+        q, k, v, grad_out = (
+            tensor[:, :, : length + more].contiguous()
+            for tensor, length in zip(
+                tensors, (workload.seq_len, workload.kv_len, workload.kv_len, workload.seq_len), strict=True
+            )
+        )
+        found += timing.host_seconds_of_each([timed_call(impl, workload, (q, k, v, grad_out))])
+    return found[len(found) // 4 :]  # an early length may compile a kernel of its own, such as that of odd lengths
 
 
 class WrongResult(Exception):
@@ -452,6 +516,8 @@ class Bench:
         self.cases = cases(options)
         self.json = options.json
         self.wide = options.wide
+        self.check = options.check
+        self.random = options.random is not None or (options.reference or "").startswith("random")
         self.keep_rounds = "--benchmark-save-data" in options.for_pytest
         self.about = options.about
         self.begun = 0
@@ -489,8 +555,15 @@ class Bench:
 
     def pytest_terminal_summary(self, terminalreporter):
         self.progress.close()
-        if self.records:
-            if DEVICE == "cuda":
+        if self.check == "only":
+            failed = Counter(f"{record['impl']} {record['failure']}" for record in self.records if "failure" in record)
+            right = f"{len(self.records) - failed.total()} of {len(self.records)} cases are right"
+            terminalreporter.write_line(", ".join([right, *(f"{what} ({number})" for what, number in failed.items())]))
+        elif self.records:
+            if DEVICE == "cuda" and self.random:
+                name = self.about or stages.newest()
+                parts = [shapes.report(self.records, self.machine, name, functools.partial(chosen, name))]
+            elif DEVICE == "cuda":
                 tables = speed_table(self.records, self.machine, None if self.wide else COLUMNS)
                 parts = [summary(self.records, self.machine, self.about), tables]
             else:
@@ -535,12 +608,15 @@ class Bench:
     def _measured(self, benchmark, impl, workload) -> dict:
         if DEVICE == "cuda":
             self._measure_ceilings(workload)
-        inputs, *_ = _problem(workload)
-
+        inputs = _inputs(workload)
         call = timed_call(impl, workload, inputs)
-        check(impl, call(), workload)
-        check_forward(impl, workload)
-        # The checked calls have tuned and compiled the kernels. So `footprint` does not measure the memory that tuning takes.
+        result = call()  # tunes and compiles the kernels; so `footprint` does not measure the memory that tuning takes
+        if self.check != "no":
+            check(impl, result, workload)
+            check_forward(impl, workload)
+        del result
+        if self.check == "only":
+            return {}
         if DEVICE == "cpu":
             costs = traffic.costs(_count(impl, workload))
             TIMER.load([(costs["bytes_read"] + costs["bytes_written"]) / 1e9])  # see GROUP
@@ -555,6 +631,8 @@ class Bench:
         costs |= {"host_us": median * 1e6, "host_iqr_us": (upper - lower) * 1e6}
         if gpu_s < SHORT_S:
             costs["in_a_row_us"] = statistics.median(timing.seconds_in_a_row(call, gpu_s)) * 1e6
+            if impl not in BASELINES:
+                costs["host_new_us"] = statistics.median(_host_of_new_lengths(impl, workload)) * 1e6
         stats = benchmark.stats.stats
         return {
             "flops": workload.flops,
@@ -640,7 +718,7 @@ def main(argv: list[str]) -> int:
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     given = {word.partition("=")[0].removeprefix("--benchmark-") for word in options.for_pytest if word.startswith("-")}
     arguments += ["--override-ini=addopts=", *options.for_pytest]
-    arguments += [] if "save" in given else ["--benchmark-autosave"]
+    arguments += [] if "save" in given or options.check == "only" else ["--benchmark-autosave"]
     arguments += [] if given - {*SILENT} else ["--benchmark-quiet"]
     return int(pytest.main(arguments, plugins=[Bench(options)]))
 

@@ -14,6 +14,7 @@ import torch
 import bench
 import stages
 from common.measure import digest
+from common.measure.random_shapes import draw
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 from common.show import counts, tracks
@@ -40,6 +41,9 @@ def test_options_take_lists_repeated_flags_and_short_names():
     (["--kv-len", "64", "--seq-len=64,128"], "argument --kv-len: a causal workload has as many keys as queries"),
     (["--score-std", "wide"], "'wide'"),
     (["--sink", "-1"], "'-1' is not a sink such as"), (["--sink", "16@99999"], "argument --sink: there is no key 99999"),
+    (["--random", "x"], "'x' is not a whole number"), (["--shapes", "3"], "argument --shapes: only --random draws shapes"),
+    (["--random", "1", "--dtype=float16"], "--random draws all shapes itself"),
+    (["--random", "1", "--reference=newest-d64"], "--random draws all shapes itself"),
     (["--json", "no/such/directory/run.json"], "no/such/directory"),
     (["--json", "/dev/null"], "'/dev/null' is not the name of a file"),
     (["--benchmark-warmup"], "argument --benchmark-warmup: common.measure.timing chooses rounds and warm-up"),
@@ -84,6 +88,17 @@ def test_cases_follow_the_papers_or_the_command_line(monkeypatch):
     monkeypatch.setattr(bench.workloads, "paper_shape", lambda seq_len, head_dim: (1, 2048 // head_dim))
     ratios = {(w.head_dim, w.heads // w.kv_heads) for w in found("--head-dim=64,128", "--kv-heads=8,4", "--seq-len=64")}
     assert ratios == {(64, 4), (64, 8), (128, 2), (128, 4)}
+
+
+def test_random_shapes_are_measured_for_the_newest_stage_or_the_chosen_ones_beside_fast_libraries():
+    libraries = [name for name in bench.BASELINES if name != "sdpa-flash"]
+    options = bench.parse_options(["--random=5", "--shapes=2"])
+    assert bench.cases(options) == [(impl, w) for w in draw(5, 2) for impl in (*libraries, stages.newest())]
+    options = bench.parse_options(["--random=5", "--shapes=1", "--stage=v3"])
+    assert bench.cases(options) == [(impl, w) for w in draw(5, 1) for impl in (*libraries, stages.resolve("v3"))]
+    for part in ("random", "random-flash-4"):
+        impls, works = zip(*reference_cases(part), strict=True)
+        assert [*dict.fromkeys(works)] == draw(0, bench.SHAPES) and stages.newest() in impls
 
 
 def reference_cases(name, again=False):
@@ -318,6 +333,17 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
 
 def tables(records, machine):
     return speed_table(records, machine) if DEVICE == "cuda" else counts.tables(records, machine, wide=True)
+
+
+def test_a_check_alone_measures_and_saves_nothing_and_a_run_without_checks_finds_no_error(tmp_path):
+    wrong = "v0 = bench.stages.load('v0').attention\n"
+    wrong += "bench.BASELINES['wrong'] = lambda q, k, v, *, causal: 2 * v0(q, k, v, causal=causal)"
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", "--check=only", prepare=wrong)
+    count = len(bench.BASELINES)
+    assert done.returncode == 1 and f"{count + 1} of {count + 2} cases are right, wrong WRONG (1)" in done.stdout
+    assert not [*tmp_path.glob(".benchmarks/*/*.json")]
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", "--check=no", prepare=wrong)
+    assert done.returncode == 0 and "| wrong" in done.stdout
 
 
 @pytest.mark.long

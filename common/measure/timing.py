@@ -106,14 +106,19 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
     Args:
         gpu_seconds: the GPU time of a call.
     """
-    times = []
     count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / gpu_seconds), MOST_HOST_ROUNDS))
-    for _ in range(HOST_WARM_UP_ROUNDS + count):
+    return host_seconds_of_each([call] * (HOST_WARM_UP_ROUNDS + count))[HOST_WARM_UP_ROUNDS:]
+
+
+def host_seconds_of_each(calls: list[Callable]) -> list[float]:
+    """Return for each call the CPU seconds from its beginning until it returns. The GPU has nothing to do before."""
+    times = []
+    for call in calls:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-    return times[HOST_WARM_UP_ROUNDS:]
+    return times
 
 
 def seconds_of_row(call: Callable, count: int) -> float:

@@ -18,12 +18,14 @@ _SHAPE = ("B", "H", "Hkv", "S", "Sk")  # the words of a workload's label that di
 _PARENT = "× parent"
 _KV_RATE = "GB/s of K, V"  # a column for runs in which the number of keys differs from that of queries
 _IN_A_ROW = "µs in a row"  # a column for runs of short calls
+_NEW = "host µs, new lengths"  # another one
 _HEADERS = (
-    "ms", "± IQR", "TFLOP/s", _PARENT, "× v0", "% of cuDNN", "% of matmul", "peak extra MB", "host µs", _IN_A_ROW, _KV_RATE
+    "ms", "± IQR", "TFLOP/s", _PARENT, "× v0", "% of cuDNN", "% of matmul", "peak extra MB",
+    "host µs", _NEW, _IN_A_ROW, _KV_RATE,
 )  # fmt: skip
 # Columns that a narrow table drops, in this order.
 _LEFT_OUT = (
-    "host µs", "% of matmul", "tiles", "peak extra MB", "launches", _IN_A_ROW, "× v0", "± IQR", "% of cuDNN", _KV_RATE
+    _NEW, "host µs", "% of matmul", "tiles", "peak extra MB", "launches", _IN_A_ROW, "× v0", "± IQR", "% of cuDNN", _KV_RATE
 )  # fmt: skip
 
 
@@ -130,6 +132,7 @@ def _cells(record, group, run) -> dict:
         "% of matmul": _number(ceiling and 100 * record["tflops"] / ceiling, 0),
         "peak extra MB": _number(record["peak_extra_mib"] * MIB_IN_MB, 1),
         "host µs": _number(record.get("host_us"), 0) + (f" ± {host:,.0f}" if host is not None else ""),
+        _NEW: _number(record.get("host_new_us"), 0),
         _IN_A_ROW: _number(record.get("in_a_row_us"), 1),
         _KV_RATE: _number(kv_gbps(record), 0),
     }
@@ -142,7 +145,8 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
         records: all records of one run: each benchmark's `extra_info`, and the "failures" of the run's JSON file. A record has
             `impl` and the fields of `Workload.record`; records of older runs may lack some fields. A stage's record may have
             `source` (`common.show.results.source`). A failed case also has `failure` and `note`. Any other case has `ms`,
-            `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and optionally `host_iqr_us` and `in_a_row_us`.
+            `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and optionally `host_iqr_us`, `in_a_row_us`
+            and `host_new_us`, the CPU time of a call whose lengths are new.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
             `copy_gbps`.
         columns: the maximum line length. With None, the tables show all columns, in lines of any length.
@@ -153,8 +157,8 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     """
     run, records = Run(records, machine), present(records)
     decoding = any(record.get("kv_len", record["seq_len"]) != record["seq_len"] for record in records)
-    short = any("in_a_row_us" in record for record in records)
-    headers = [header for header in _HEADERS if {_IN_A_ROW: short, _KV_RATE: decoding}.get(header, True)]
+    short, new = (any(name in record for record in records) for name in ("in_a_row_us", "host_new_us"))
+    headers = [header for header in _HEADERS if {_NEW: new, _IN_A_ROW: short, _KV_RATE: decoding}.get(header, True)]
     tables = grouped(records, headers, lambda record, group: _cells(record, group, run), columns)
     commit = machine["commit"] if columns is None else short_commit(machine["commit"])
     facts = [machine["gpu"], f"torch {machine['torch']}", f"triton {machine['triton']}", f"commit {commit}", machine["date"]]

@@ -39,7 +39,7 @@ def _accumulate_dq(
             p = tl.where(visible, p, float("-inf"))
         p = tl.exp2(p)
         ds = (p * (dp - delta[:, None])).to(q.dtype)
-        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)  # only dQ needs K untransposed
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 

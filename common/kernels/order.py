@@ -68,7 +68,8 @@ def tile_and_head(
 
     With a causal mask, tiles take different times. If a slow tile starts last, the other SMs are idle at the end. So slow tiles
     start first: programs take tile 0 of each head in a group of heads, then tile 1 of each head, and so on. Tile 0 must take
-    the longest time. The rows of a group have at most L2_SHARE bytes (by default SHARE), unless the group is one head.
+    the longest time. A group has only so many heads that their rows stay in the L2 cache: at most SHARE bytes (L2_SHARE in
+    tests), unless it has one head.
 
     If g query heads share K and V, pass the number of keys divided by g as `seq`, because the L2 cache holds K and V once for g
     heads. A persistent CTA computes several tiles. For each tile, it passes the `program` and `programs` of a launch with one

@@ -6,6 +6,7 @@ stderr for each tuning. Similar sequence lengths use the same configuration.
 
 import collections
 import copy
+import functools
 import statistics
 import sys
 import threading
@@ -121,30 +122,31 @@ class _Tuner(Autotuner):
         return next(config for config, median in zip(finalists, medians, strict=True) if median <= AS_FAST * min(medians))
 
 
+def _prune(kernel, configs, named_args, **kwargs):
+    """Return the sensible configurations that fit into shared memory. If kernels are interpreted, return only the first."""
+    args = {**named_args, **kwargs}
+    row_bytes = max(args["HEAD_DIM"], args["VALUE_DIM"]) * (4 if args["PRECISION"] == "ieee" else 2)
+    has_tma = INTERPRETED or architecture() in WITH_TMA
+    kept = [config for config in configs if sensible(config, row_bytes, args["PRECISION"], has_tma)]
+    if INTERPRETED:
+        return kept[:1]
+    problem = ", ".join(f"{name}={args[name]}" for name in KEY)
+    print(f"tuning {kernel.__module__}.{kernel.__name__} for {problem}: {len(kept)} configurations", file=sys.stderr)
+    compiled = zip(kept, compile_all(kernel, kept, args), strict=True)
+    return [config for config, binary in compiled if binary.metadata.shared <= shared_memory_limit()]
+
+
 def autotune(configs: list[triton.Config]) -> Callable:
     """Decorate a kernel so that each call runs the fastest of the `configs` that fit the device.
 
-    The kernel must load its tiles through descriptors. The first call with new values of the arguments in `KEY` takes some
-    seconds, because it compiles and times the configurations (see `sensible`). Interpreted kernels take the first sensible
-    configuration. Stages with identical files share their choices.
+    The kernel must load its tiles through descriptors: pointers to a large tile would fill the registers. The first call with
+    new values of the arguments in `KEY` takes some seconds, because it compiles and times the configurations (see `sensible`).
+    Interpreted kernels take the first sensible configuration. Stages with identical files share their choices.
     """
 
     def decorate(kernel):
-        def prune(configs, named_args, **kwargs):
-            args = {**named_args, **kwargs}
-            row_bytes = max(args["HEAD_DIM"], args["VALUE_DIM"]) * (4 if args["PRECISION"] == "ieee" else 2)
-            has_tma = INTERPRETED or architecture() in WITH_TMA
-            kept = [config for config in configs if sensible(config, row_bytes, args["PRECISION"], has_tma)]
-            if INTERPRETED:
-                return kept[:1]
-            problem = ", ".join(f"{name}={args[name]}" for name in KEY)
-            print(f"tuning {kernel.__module__}.{kernel.__name__} for {problem}: {len(kept)} configurations", file=sys.stderr)
-            compiled = zip(kept, compile_all(kernel, kept, args), strict=True)
-            return [config for config, binary in compiled if binary.metadata.shared <= shared_memory_limit()]
-
-        tuner = _Tuner(
-            kernel, kernel.arg_names, configs, KEY, None, None, prune_configs_by={"early_config_prune": prune}, do_bench=_time
-        )
+        pruned = {"early_config_prune": functools.partial(_prune, kernel)}
+        tuner = _Tuner(kernel, kernel.arg_names, configs, KEY, None, None, prune_configs_by=pruned, do_bench=_time)
         text = Path(kernel.fn.__code__.co_filename).read_text()
         tuner.cache = _picks.setdefault((text, kernel.__name__), tuner.cache)
         return tuner

@@ -1,4 +1,7 @@
-"""The scheduler: the order of the work tiles, and where a tile's rows and keys lie."""
+"""The scheduler: the order of the work tiles, and where a tile's rows and keys lie.
+
+The functions that load and the functions that compute get the same `Tile`. Gluon kernels can call these Triton functions.
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,8 @@
-"""Backward (arXiv 2205.14135, Appendix B.2): a Triton kernel computes P, another computes dS; PyTorch computes five matmuls."""
+"""Backward (arXiv 2205.14135, Appendix B.2) with one Triton kernel wherever elementwise operations lie between matmuls.
+
+`_p_kernel` and `_ds_kernel` read and write each element of S, P, dP and dS at most once. The forward's log-sum-exp takes the
+place of maximum and sum, so no online softmax is needed here.
+"""
 
 import torch
 import triton

@@ -1,4 +1,9 @@
-"""Online softmax (arXiv 1805.02867, Algorithm 3): one pass over S for maximum and sum, a second to write P."""
+"""Forward with one Triton kernel between the two matmuls, for scale, mask and softmax.
+
+The kernel reads each score twice and writes its probability once. The first reading gets a row's maximum and sum together
+(online softmax, arXiv 1805.02867, Algorithm 3), and the second writes P. A kernel that knows the mask need not read masked
+scores, and a kernel that knows the scale applies it inside the exponential.
+"""
 
 import torch
 import triton

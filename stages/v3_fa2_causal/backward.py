@@ -1,5 +1,8 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in two kernels: one owns query tiles, the other owns K/V tiles.
-Only tiles that need a mask get a mask."""
+"""FlashAttention-2 backward (arXiv 2307.08691, section 3.2): one program per tile of dQ or of dK and dV.
+
+`_dkv_kernel` owns K/V tiles, as in Algorithm 2, where every program adds to dQ in memory. Here `_dq_kernel` owns query tiles,
+so that dQ stays in registers, too, although it computes S and dP again. As in the forward, only tiles that need a mask get one.
+"""
 
 import torch
 import triton

@@ -1,5 +1,9 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1): one program per query tile, one division at the end, and a mask
-only for tiles that need it."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1): one program per query tile.
+
+A program keeps O, m and l in registers, so memory sees O only once, and there are programs for all SMs. The loop only loads K
+and V, so the loads of later tiles can run ahead (`num_stages`). To spend less time outside of matmuls (section 3.1), the
+program divides O by l once, after the loop, and masks only tiles that need it.
+"""
 
 import torch
 import triton

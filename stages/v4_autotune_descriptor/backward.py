@@ -1,4 +1,7 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors.
+
+As in the forward, TMA moves the tiles, and an autotuner writes the fastest tile sizes into the descriptors.
+"""
 
 import torch
 import triton
@@ -36,7 +39,7 @@ def _accumulate_dq(
 
 
 def _set_block_shapes(args):
-    """Run before each launch: write the tile sizes of the chosen configuration into the descriptors."""
+    """Run before each launch: write the tuner's tile sizes into the descriptors, which fix the shape of a tile."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("out_desc", "BLOCK_M", "VALUE_DIM"),

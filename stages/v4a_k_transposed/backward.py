@@ -1,4 +1,10 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with K transposed in memory beforehand for the dQ kernel."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors.
+
+As in the forward, TMA moves the tiles, and an autotuner writes the fastest tile sizes into the descriptors.
+
+As in the forward, K is transposed beforehand: `_dq_kernel` loads Kᵀ for S, and K for dQ. K alone shows whether this pays: Vᵀ
+here, and Qᵀ and dOᵀ in `_dkv_kernel`, would need one more copy each.
+"""
 
 import torch
 import triton
@@ -33,13 +39,13 @@ def _accumulate_dq(
             p = tl.where(visible, p, float("-inf"))
         p = tl.exp2(p)
         ds = (p * (dp - delta[:, None])).to(q.dtype)
-        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)  # only dQ needs K untransposed
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
 def _set_block_shapes(args):
-    """Run before each launch: write the tile sizes of the chosen configuration into the descriptors."""
+    """Run before each launch: write the tuner's tile sizes into the descriptors, which fix the shape of a tile."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("out_desc", "BLOCK_M", "VALUE_DIM"),

@@ -1,4 +1,13 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1), with K transposed in memory beforehand."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors.
+
+A descriptor tells TMA where a tensor lies, so TMA computes the addresses of a tile and clips it at the tensor's end. Threads
+spend neither instructions nor registers on this, which makes room for larger tiles. Which tiles are fastest depends on the GPU,
+D and the lengths. So an autotuner measures them, and writes its choice into the descriptors, because a descriptor fixes its
+tile's shape.
+
+K is transposed in memory once, before the kernel. So the matmul for S gets Kᵀ as it lies in memory, and no program transposes
+the K tiles that it loads.
+"""
 
 import torch
 import triton
@@ -45,7 +54,7 @@ def _accumulate(
 
 
 def _set_block_shapes(args):
-    """Run before each launch: write the tile sizes of the chosen configuration into the descriptors."""
+    """Run before each launch: write the tuner's tile sizes into the descriptors, which fix the shape of a tile."""
     args["q_desc"].block_shape = [1, 1, args["BLOCK_M"], args["HEAD_DIM"]]
     args["out_desc"].block_shape = [1, 1, args["BLOCK_M"], args["VALUE_DIM"]]
     args["kt_desc"].block_shape = [1, 1, args["HEAD_DIM"], args["BLOCK_N"]]

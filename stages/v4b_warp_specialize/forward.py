@@ -1,7 +1,12 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with a loop that the compiler warp-specializes.
 
-All other changes meet the compiler's conditions: one loop, descriptors made in the kernel, four warps, and a second variable
-for the tile's start.
+With `warp_specialize`, one warp loads tiles, and two groups of four warps each compute half of the tile's rows. So one group's
+matmuls can run during the other group's softmax. The compiler does this only under conditions, which cause all other changes:
+
+- No other loop follows. So one loop takes all tiles, and if one of them needs a mask, it masks all (`MASKED`).
+- The compiler halves the tiles of Q and O. So tiles have 128 rows and four warps, and descriptors have two dimensions and are
+  made in the kernel, which takes memory from an allocator.
+- Two errors of the compiler are avoided: see `do_not_specialize` and `zero`.
 """
 
 import contextvars
@@ -43,7 +48,8 @@ def _accumulate(
     return acc, m, l
 
 
-TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages; with eight warps the compiler specializes nothing
+# With eight warps, the compiler specializes nothing. With 64 rows, both groups of warps compute all of them.
+TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 HOPPER = range(90, 100)  # the only architectures on which the specialized loop compiles

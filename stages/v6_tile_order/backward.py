@@ -1,4 +1,7 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors.
+
+As in the forward, TMA moves the tiles, and an autotuner writes the fastest tile sizes into the descriptors.
+"""
 
 import torch
 import triton
@@ -40,7 +43,7 @@ def _accumulate_dq(
 
 
 def _set_block_shapes(args):
-    """Run before each launch: write the tile sizes of the chosen configuration into the descriptors."""
+    """Run before each launch: write the tuner's tile sizes into the descriptors, which fix the shape of a tile."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("do_desc", "BLOCK_M", "VALUE_DIM"),
@@ -71,7 +74,7 @@ def _dq_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
     tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
-    start_m = (tiles_m - 1 - tile) * BLOCK_M
+    start_m = (tiles_m - 1 - tile) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // heads_per_kv
@@ -143,7 +146,7 @@ def _dkv_kernel(
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a query's Q and dO in 16 bits
     tile, batch_head = tile_and_head(tiles_n, seq_q, ROW_BYTES, CAUSAL)
-    start_n = tile * BLOCK_N
+    start_n = tile * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     offs_n = start_n + tl.arange(0, BLOCK_N)

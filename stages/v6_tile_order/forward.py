@@ -1,27 +1,32 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors.
+
+A descriptor tells TMA where a tensor lies, so TMA computes the addresses of a tile and clips it at the tensor's end. Threads
+spend neither instructions nor registers on this, which makes room for larger tiles. Which tiles are fastest depends on the GPU,
+D and the lengths. So an autotuner measures them, and writes its choice into the descriptors, because a descriptor fixes its
+tile's shape.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from common.kernels.descriptors import describe
+from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
 from common.layout import empty_rows
-
-from .forward_scheduler import Problem, _tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _accumulate(
-    acc, m, l, q, k_desc, v_desc, tile, lo, hi, seq_k, offs_m, scale_log2,
+    acc, m, l, q, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = k_desc.load([tile.batch, tile.kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             visible = offs_n[None, :] < seq_k
@@ -32,14 +37,14 @@ def _accumulate(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + tl.sum(p, 1)
-        v = v_desc.load([tile.batch, tile.kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
+        v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         m = m_new
     return acc, m, l
 
 
 def _set_block_shapes(args):
-    """Run before each launch: write the tile sizes of the chosen configuration into the descriptors."""
+    """Run before each launch: write the tuner's tile sizes into the descriptors, which fix the shape of a tile."""
     args["q_desc"].block_shape = [1, 1, args["BLOCK_M"], args["HEAD_DIM"]]
     args["out_desc"].block_shape = [1, 1, args["BLOCK_M"], args["VALUE_DIM"]]
     args["k_desc"].block_shape = [1, 1, args["BLOCK_N"], args["HEAD_DIM"]]
@@ -56,18 +61,20 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    batch_heads, heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
-    bucket,  # tuned once per `bucket` of lengths
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
-    tile = _tile(tl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
-    offs_m = tile.start_m + tl.arange(0, BLOCK_M)
+    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
+    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = (tiles_m - 1 - tile) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // heads_per_kv
+    offs_m = start_m + tl.arange(0, BLOCK_M)
 
-    q = q_desc.load([tile.batch, tile.head, tile.start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
+    q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
 
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -76,19 +83,20 @@ def _forward_kernel(
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
-    full = (tl.minimum(tile.start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
+    full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, tile, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, tile, full, tile.key_tiles * BLOCK_N, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
-    out_desc.store([tile.batch, tile.head, tile.start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
-    lse_ptrs = lse_ptr + tile.batch_head.to(tl.int64) * seq_q + offs_m
+    out_desc.store([batch, head, start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
@@ -102,7 +110,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(out), lse, scale,
-        batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
+        heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return out, lse

@@ -76,7 +76,7 @@ def _backward_kernel(
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile, batch_head = tile_and_head(tiles_n, seq_q, ROW_BYTES, CAUSAL)
-    start_n = tile * BLOCK_N
+    start_n = tile * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     offs_n = start_n + tl.arange(0, BLOCK_N)

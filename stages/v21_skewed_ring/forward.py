@@ -65,8 +65,8 @@ class Ring(NamedTuple):
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
     """Start to fill the next slot of the ring, when the consumers have released the slot.
 
-    The slot gets the two tiles that a step reads: K of the key tile at start_n, and V of the key tile visited before it, whose
-    softmax is done. A consumer reads both before this step's softmax, so the slot is free during the softmax.
+    A step reads K of the key tile at start_n, and V of the key tile visited before it, whose P is known. (Keys go from last to
+    first.) A consumer reads both before the step's softmax. So the slot is free, and refilled, during the softmax.
     """
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)

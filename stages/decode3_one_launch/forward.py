@@ -70,8 +70,11 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
-    step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
+    """Start to fill the next slot of the ring, when the consumers have released the slot.
+
+    A step reads K of the key tile at start_n, and V of the key tile visited before it, whose P is known. (Keys go from last to
+    first.) A consumer reads both before the step's softmax. So the slot is free, and refilled, during the softmax.
+    """
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot = wait_empty(ring.empty, fill)
     mbarrier.expect(ring.full.index(slot), NBYTES)
@@ -121,7 +124,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             mbarrier.expect(queries.full.index(slot), tensors.q.block_type.nbytes)
             where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
-            if w == 0:
+            if w == 0:  # the first consumer need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         if tensors.counter is None:
             number += gl.num_programs(0)
@@ -203,13 +206,15 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # Wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may arrive there.
+            # While S is computed, wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may
+            # arrive there.
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, CAUSAL)
         fill += seen
 
+        # The last P V is still in flight. LSE and 1 / l do not need it.
         part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
         lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)

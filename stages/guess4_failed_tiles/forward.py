@@ -72,8 +72,11 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
-    step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
+    """Start to fill the next slot of the ring, when the consumers have released the slot.
+
+    A step reads K of the key tile at start_n, and V of the key tile visited before it, whose P is known. (Keys go from last to
+    first.) A consumer reads both before the step's softmax. So the slot is free, and refilled, during the softmax.
+    """
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot = wait_empty(ring.empty, fill)
@@ -130,7 +133,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             if MODE == "guess":
                 where = [tile.batch, tile.kv_head, 0, 0]
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
-            if w == 0:
+            if w == 0:  # the first consumer need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         if MODE == "again":
             number = _next_failed(number + 1, gl.num_programs(0) - 1, tiles, state)
@@ -222,7 +225,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
         s = _scores(q, ring, fill)
         s_first = _scores_of(q, queries.first.index(own)) if MODE == "guess" else None
         if Q_STAGES == 2:
-            # Wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may arrive there.
+            # While S is computed, wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may
+            # arrive there.
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -232,6 +236,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
         )  # fmt: skip
         fill += seen
 
+        # The last P V is still in flight. LSE and 1 / l do not need it.
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = per_row(1.0 / l, acc_layout)

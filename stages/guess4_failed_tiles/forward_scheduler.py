@@ -70,7 +70,9 @@ def _tile(number, problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
         problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,
     )  # fmt: skip
-    # The shift lets the diagonal start at the corner of a key tile. So a consumer masks only one key tile.
+    # Start `diagonal % ROWS` rows early, so that start_m + diagonal is a multiple of ROWS. Then a consumer's diagonal lies in
+    # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
+    # mask, `diagonal` is 0.)
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - problem.diagonal % ROWS
     key_tiles = _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, CAUSAL)
     head = batch_head % problem.heads

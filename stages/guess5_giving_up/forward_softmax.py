@@ -32,7 +32,10 @@ def _scores_of(q, k):
 
 @gluon.jit
 def _sums(p):
-    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
+    """Return four partial sums of each row of p, one per thread that holds part of the row.
+
+    The threads add up the four only once, during the last matmul. So they do not wait for each other in every step.
+    """
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -72,9 +75,10 @@ def _accumulate(
         s, s_first = warpgroup_mma_wait(0, [s, s_first])  # [rows, BLOCK_N] and [rows, FIRST_KEYS]
     else:
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    signal(ring.empty, fill)
-    # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
-    # or all keys. Therefore only the last key tile needs a mask.
+    signal(ring.empty, fill)  # the first slot has no V
+    # The tile visited first has code of its own, because m and l start from it. Here that is the last key tile, the only one
+    # with a mask. So all other tiles share one loop, without a mask, in which a step can leave work to the next step.
+    # Other tiles need no mask, because `_tile` lets a consumer's last row see a multiple of ROWS keys, or all keys.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)
@@ -121,6 +125,7 @@ def _accumulate(
 
     fill += 1
     slot = wait_full(ring.full, fill)
+    # While this matmul runs, the partial sums are added up here, and `_consumer` computes LSE and 1 / l.
     acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     return acc, m, gl.convert_layout(gl.sum(l, 1), of_rows), gl.convert_layout(gl.sum(l_capped, 1), of_rows)

@@ -27,7 +27,7 @@ from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_scheduler import Problem, _key_tiles, _tile
-from .forward_softmax import _accumulate, _scores
+from .forward_softmax import _accumulate
 
 
 class Tensors(NamedTuple):
@@ -62,9 +62,9 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _load(tensors, tile, ring, fill):
+def _load(tensors, tile, ring, fill, start_n):
     """Start to load a key tile's K and V into the next slot of the ring, when the consumers have released the slot."""
-    where = [tile.batch, tile.kv_head, (tile.key_tiles - 1 - fill) * ring.k.shape[3], 0]
+    where = [tile.batch, tile.kv_head, start_n, 0]
     slot = wait_empty(ring.empty, fill)
     mbarrier.expect(ring.full.index(slot), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
@@ -89,21 +89,26 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    start_n = (tile.key_tiles - 1) * BLOCK_N
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-    for fill in range(tile.key_tiles):
-        _load(tensors, tile, ring, fill)
+        if w == 0:  # the first consumer need not wait for the others' Q
+            _load(tensors, tile, ring, 0, start_n)
+    for fill in range(1, tile.key_tiles):
+        start_n -= BLOCK_N
+        _load(tensors, tile, ring, fill, start_n)
 
 
 @gluon.jit
-def _store_out(out, tensors, queries, w, tile, start_m):
+def _store_out(acc, normalize, tensors, queries, w, tile, start_m):
     """Store a consumer's rows of O, from its slot `w` of `queries`."""
     if tensors.out_ptr is not None and start_m < 0:
+        out = (acc * normalize).to(queries.q.dtype)
         store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
-        queries.o.index(w).reshape(out.shape).store(out)
+        queries.o.index(w).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
         where = [tile.batch, tile.head, start_m, 0]
         tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
@@ -137,12 +142,11 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     q_buffer = matrix(queries.q.index(w))
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
     fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
-    s = _scores(q, ring, fill)
     last = start_m + problem.diagonal  # the last key that the first row sees
-    acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
+    acc, m, l = _accumulate(acc, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
 
-    out = (acc / per_row(l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
-    _store_out(out, tensors, queries, w, tile, start_m)
+    normalize = per_row(1.0 / l, acc_layout)
+    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     tma.store_wait(0)

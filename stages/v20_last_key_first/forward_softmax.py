@@ -30,9 +30,8 @@ def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
-    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being
-    computed.
+def _accumulate(acc, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first.
 
     Returns acc, m (maximum) and l (sum).
     """
@@ -40,9 +39,10 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
-    # or all keys. Therefore only the last key tile needs a mask.
+    s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
+    # The tile visited first has code of its own, because m and l start from it. Here that is the last key tile, the only one
+    # with a mask. So all other tiles share one loop, without a mask, in which a step can leave work to the next step.
+    # Other tiles need no mask, because `_tile` lets a consumer's last row see a multiple of ROWS keys, or all keys.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

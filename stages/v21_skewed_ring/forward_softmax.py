@@ -30,9 +30,8 @@ def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
-    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being
-    computed.
+def _accumulate(acc, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first.
 
     Returns acc, m (maximum) and l (sum).
     """
@@ -40,10 +39,11 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    signal(ring.empty, fill)
-    # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
-    # or all keys. Therefore only the last key tile needs a mask.
+    s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
+    signal(ring.empty, fill)  # the first slot has no V
+    # The tile visited first has code of its own, because m and l start from it. Here that is the last key tile, the only one
+    # with a mask. So all other tiles share one loop, without a mask, in which a step can leave work to the next step.
+    # Other tiles need no mask, because `_tile` lets a consumer's last row see a multiple of ROWS keys, or all keys.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)
@@ -57,7 +57,8 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
         slot, _ = slot_and_phase(fill, STAGES)
         # NOTE: this consumer waits for each matmul; in v23 it issues S and P V together.
         s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
-        # P and V are the previous tile's. So no softmax lies between the two matmuls.
+        # P and V are the previous tile's. So no softmax lies between the two matmuls: the slot is released before it, and
+        # refilled during it. Also, neither matmul needs the other's result.
         acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(ring.empty.index(slot), count=1)

@@ -27,7 +27,7 @@ from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_scheduler import Problem, _key_tiles, _tile
-from .forward_softmax import _accumulate, _scores
+from .forward_softmax import _accumulate
 
 
 class Tensors(NamedTuple):
@@ -63,8 +63,11 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
-    step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
+    """Start to fill the next slot of the ring, when the consumers have released the slot.
+
+    A step reads K of the key tile at start_n, and V of the key tile visited before it, whose P is known. (Keys go from last to
+    first.) A consumer reads both before the step's softmax. So the slot is free, and refilled, during the softmax.
+    """
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot = wait_empty(ring.empty, fill)
@@ -100,7 +103,7 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-        if w == 0:
+        if w == 0:  # the first consumer need not wait for the others' Q
             _load(tensors, tile, ring, 0, start_n, K=True, V=False)
     for fill in range(1, tile.key_tiles):
         start_n -= BLOCK_N
@@ -149,10 +152,10 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     q_buffer = matrix(queries.q.index(w))
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
     fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
-    s = _scores(q, ring, fill)
     last = start_m + problem.diagonal  # the last key that the first row sees
-    acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
+    acc, m, l = _accumulate(acc, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
 
+    # The last P V is still in flight. LSE and 1 / l do not need it.
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = per_row(1.0 / l, acc_layout)

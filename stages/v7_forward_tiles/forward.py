@@ -66,7 +66,8 @@ def _forward_kernel(
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     full = (tl.minimum(tile.start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, tile, 0, full, seq_k, offs_m + diagonal, scale_log2, HEAD_DIM, BLOCK_N, CAUSAL, False,
+        acc, m, l, q, k_desc, v_desc, tile, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, False,
     )  # fmt: skip
     acc, m, l = _accumulate(
         acc, m, l, q, k_desc, v_desc, tile, full, tile.key_tiles * BLOCK_N, seq_k, offs_m + diagonal, scale_log2,

@@ -263,7 +263,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         Unavailable: the GPU is not a Hopper GPU.
     """
     require_hopper(__package__)
-    if q.dtype == torch.float32:
+    if q.dtype == torch.float32:  # exact float32 has no wgmma, and its tiles take twice the space
         return forward_of_v6(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]

@@ -70,7 +70,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
         start = start_n - problem.diagonal  # the first query that sees the tile's first key; may be negative
-        first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
+        first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m - 1)  # at least one step, because dK waits for the last dQ
         full = tl.cdiv(tl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = tl.maximum(tl.minimum(full, tiles_m) - first, 1)
         if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers

@@ -1,4 +1,8 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory.
+
+The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
+take the tiles of all heads. Loads can run ahead from head to head: a ring of buffers runs empty only at the end of a loop.
+"""
 
 import torch
 import triton
@@ -52,7 +56,7 @@ def _accumulate(
         p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
             p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits, because float32 would take twice the registers until dS needs P
+        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits: P waits in registers until dS needs it, and dQ takes some, too
         do = do_desc.load([tile.batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t, do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -84,7 +88,7 @@ def _backward_kernel(
 
     k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = problem.scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
@@ -98,7 +102,7 @@ def _backward_kernel(
         HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
     )  # fmt: skip
 
-    dk *= scale
+    dk *= problem.scale
     dk_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dk.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
     dv_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 

@@ -1,4 +1,8 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with fixed tiles for Hopper.
+
+Gluon needs fixed tiles, because its layouts and buffers depend on them. Each tile is as large as Hopper's registers allow in 16
+bits: with more keys per program, programs read Q and dO less often, and add to dQ less often.
+"""
 
 import torch
 import triton
@@ -34,7 +38,7 @@ def _accumulate(
         p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
             p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits, because float32 would take twice the registers until dS needs P
+        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits: P waits in registers until dS needs it, and dQ takes some, too
         do = do_desc.load([tile.batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t, do, dv)
         dp_t = tl.dot(v, do.T)  # [BLOCK_N, BLOCK_M]
@@ -58,7 +62,7 @@ def _backward_kernel(
 
     k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = problem.scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
@@ -72,7 +76,7 @@ def _backward_kernel(
         HEAD_DIM, BLOCK_M, CAUSAL, False,
     )  # fmt: skip
 
-    dk *= scale
+    dk *= problem.scale
     dk_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dk.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
     dv_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
@@ -81,7 +85,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
-    It also falls back for D or Dv = 256.
+    It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

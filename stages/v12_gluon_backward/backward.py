@@ -1,4 +1,7 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
+
+In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
+"""
 
 from typing import NamedTuple
 
@@ -73,7 +76,7 @@ class DsRing(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, step):
-    """Start to load a step's Q and dO into free buffers."""
+    """Start to load a step's Q and dO into free buffers: the compiler lets all warps meet before it."""
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, _ = slot_and_phase(step, STAGES)
     head, number, _ = _query_tile(step, tile)
@@ -143,7 +146,7 @@ def _accumulate(
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         delta = gl.load(tensors.delta + row + offs_m, mask=offs_m < tile.seq_q, other=0.0)
-        ds_t = (widened(p_t) * (dp_t - gl.convert_layout(delta, of_columns)[None, :])).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - gl.convert_layout(delta, of_columns)[None, :])).to(dtype)  # `.to` would spill more
         ds_ring.ds.index(0).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
@@ -156,7 +159,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients."""
+    """Run on all warps: compute the CTA's part of the gradients from what TMA loads."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -219,7 +222,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
-    It also falls back for D or Dv = 256.
+    It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -1,4 +1,7 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper.
+
+In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
+"""
 
 from typing import NamedTuple
 
@@ -44,7 +47,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's query tile. `_forward_kernel` loads the first STAGES key tiles, `_accumulate` the others."""
+    """Run on all warps: compute the CTA's query tile from what TMA loads. `_accumulate` starts all loads but the first."""
     ROWS: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
@@ -129,7 +132,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         Unavailable: the GPU is not a Hopper GPU.
     """
     require_hopper(__package__)
-    if q.dtype == torch.float32:
+    if q.dtype == torch.float32:  # exact float32 has no wgmma, and its tiles take twice the space
         return forward_of_v6(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]

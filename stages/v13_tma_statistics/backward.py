@@ -1,4 +1,7 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
+
+In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
+"""
 
 from typing import NamedTuple
 
@@ -74,7 +77,7 @@ class DsRing(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, step):
-    """Start to load a step's Q and dO, with LSE and delta, into free buffers."""
+    """Start to load a step's Q and dO, with LSE and delta, into free buffers: the compiler lets all warps meet before it."""
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, _ = slot_and_phase(step, STAGES)
     head, number, row = _query_tile(step, tile)
@@ -156,7 +159,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients."""
+    """Run on all warps: compute the CTA's part of the gradients from what TMA loads."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -220,7 +223,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
-    It also falls back for D or Dv = 256.
+    It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

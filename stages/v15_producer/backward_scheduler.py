@@ -48,11 +48,11 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         tl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=tl.num_programs(0)
     )
     start_n = tile_n * BLOCK_N
-    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
+    first = 0  # the first query tile that sees one of these keys
     masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:
         start = start_n - problem.diagonal  # the first query that sees the tile's first key; may be negative
-        first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
+        first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m)
         full = tl.cdiv(tl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = tl.minimum(full, tiles_m) - first
     tiles = tiles_m - first

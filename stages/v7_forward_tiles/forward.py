@@ -1,4 +1,8 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors and tiles for Hopper."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors and fixed tiles for Hopper.
+
+Gluon needs fixed tiles, because its layouts and buffers depend on them. Each tile is as large as Hopper's registers and shared
+memory allow in 16 bits: with more queries per tile, programs read K and V less often.
+"""
 
 from typing import NamedTuple
 
@@ -101,7 +105,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         Unavailable: the GPU is not a Hopper GPU.
     """
     require_hopper(__package__)
-    if q.dtype == torch.float32:
+    if q.dtype == torch.float32:  # exact float32 has no wgmma, and its tiles take twice the space
         return forward_of_v6(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]

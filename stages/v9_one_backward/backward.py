@@ -33,11 +33,16 @@ def _before_launch(args):
 
 @triton.jit
 def _accumulate(
-    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, sums_desc, batch, head, lo, hi, seq_q, seen_from, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, sums_desc, batch, head, start_n, keys, diagonal, lo, hi, seq_q,
+    scale_log2, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
     transposed, so that they enter the matmuls for dV and dK from registers."""
+    if MASKED:
+        # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
+        offs_n = tl.arange(0, k.shape[0])
+        seen_from = tl.where(offs_n < keys, start_n + offs_n - diagonal if CAUSAL else 0, 2**30)
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
@@ -46,7 +51,7 @@ def _accumulate(
         p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
             p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits, because float32 would take twice the registers until dS needs P
+        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits: P waits in registers until dS needs it, and dQ takes some, too
         do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t, do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -79,7 +84,6 @@ def _backward_kernel(
     start_n = tile * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    offs_n = start_n + tl.arange(0, BLOCK_N)
 
     k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
@@ -87,11 +91,8 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
-    # infinite, and infinity times 0 is NaN.
-    seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
-    # First come the tiles that need a mask: the query tiles at the diagonal, or all query tiles if this key tile passes the
-    # last key. Then come the query tiles that see all these keys. They need no mask.
+    # First come the query tiles that need a mask: those at the diagonal, or all if this key tile passes the last key. A key
+    # past the end must not enter dQ: its p may be infinite, and infinity times 0 is NaN. All later query tiles need no mask.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)
@@ -99,12 +100,12 @@ def _backward_kernel(
         head = kv_head * heads_per_kv + shared
         rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, sums_desc, batch, head,
-            first, tl.minimum(full, seq_q), seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, True, PRECISION,
+            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, sums_desc, batch, head, start_n, seq_k - start_n,
+            diagonal, first, tl.minimum(full, seq_q), seq_q, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, sums_desc, batch, head,
-            full, seq_q, seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, False, PRECISION,
+            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, sums_desc, batch, head, start_n, seq_k - start_n,
+            diagonal, full, seq_q, seq_q, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
         )  # fmt: skip
 
     dk *= scale

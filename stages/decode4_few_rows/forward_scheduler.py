@@ -17,14 +17,13 @@ class Problem(NamedTuple):
 
     batch_heads: tl.tensor  # B * H / PACKED
     heads: tl.tensor  # H / PACKED
-    heads_per_kv: tl.tensor
+    heads_per_kv: tl.tensor  # H / Hkv / PACKED
     tiles_m: tl.tensor  # number of query tiles of a head
     seq_q: tl.tensor  # rows of PACKED heads: queries * PACKED
     seq_k: tl.tensor
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: tl.tensor
     splits: tl.tensor  # number of parts into which the keys are split
-    is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
 
 
 class Tile(NamedTuple):
@@ -67,7 +66,7 @@ def _row(batch, head, row, PACKED: tl.constexpr):
 
 @triton.jit
 def _share(tiles, split, problem):
-    """Return how many of `tiles` key tiles a split has: tile number `split`, and every `splits`-th tile after that tile."""
+    """Return how many of `tiles` key tiles a split has: from tile `split`, every `splits`-th. CTAs read neighbours together."""
     return tl.cdiv(tl.maximum(tiles - split, 0), problem.splits)
 
 
@@ -84,18 +83,15 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Return the work tile whose number is `number`."""
-    split = 0
-    if problem.is_split is not None:
-        split = number % problem.splits
-        number = number // problem.splits
+    split = number % problem.splits
+    number = number // problem.splits
     tile, batch_head = tile_and_head(
         problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,
     )  # fmt: skip
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
     key_tiles = _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, PACKED, CAUSAL)
-    if problem.is_split is not None:
-        key_tiles = tl.maximum(_share(key_tiles, split, problem), 1)  # a split without key tiles loads a tile without using it
+    key_tiles = tl.maximum(_share(key_tiles, split, problem), 1)  # a split without key tiles loads a tile without using it
     step = BLOCK_N * problem.splits
     head = batch_head % problem.heads
     return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, key_tiles, split, step)

@@ -282,13 +282,15 @@ class Plan(NamedTuple):
 
 def plan(batch, heads, kv_heads, seq_q, diagonal, head_dim, value_dim) -> Plan:
     """Return the plan of a forward with `seq_q` queries."""
-    shape = TILES[max(head_dim, value_dim)]
+    width = max(head_dim, value_dim)
+    shape = TILES[width]
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
     if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
         packed = 1  # packing would make no fewer tiles
     before = diagonal % (64 // packed)  # positions before query 0
-    tiles = triton.cdiv((seq_q + before) * packed, shape.queries) * batch * (heads // packed)
+    tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
+    tiles = tiles_m * batch * (heads // packed)
     return Plan(shape, packed, tiles)
 
 

@@ -14,8 +14,7 @@ def _merge_kernel(
     VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Compute some rows of out and lse. out is the sum of the splits' outputs, weighted by exp(lse of the split - lse)."""
-    # A thread holds some columns of AT_ONCE splits (`by_rows`), or of a quarter of them (`by_splits`). So it adds up these
-    # splits without waiting for other threads.
+    # A thread adds up AT_ONCE splits of its columns (`by_rows`), or a quarter of them (`by_splits`), without other threads.
     WARP_ROWS: gl.constexpr = max(1, 128 // VALUE_DIM)
     threads: gl.constexpr = [WARP_ROWS, 1, 32 // WARP_ROWS]
     by_rows: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])

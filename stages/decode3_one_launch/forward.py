@@ -103,8 +103,8 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. Without a
     counter, CTA n of N takes the tiles n, n + N, n + 2N, …
     """
-    if tensors.part is not None:
-        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs are here, so that their launch takes no extra time
+    if problem.is_split is not None:
+        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here, which hides their start
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -189,7 +189,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
         last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
         idle = False
-        if tensors.part is not None:
+        if problem.is_split is not None:
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
@@ -251,8 +251,8 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr)
-    splits = 1 if part_ptr is None else splits  # a constant 1, with which the compiler simplifies `_tile`
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits)
+    splits = 1 if part_ptr is None else splits  # a constant 1, which the compiler removes
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: the producer first waits at `queries.empty`
@@ -305,14 +305,15 @@ class Plan(NamedTuple):
 
     shape: Shape
     packed: int  # number of query heads side by side in a tile
-    tiles: int  # query tiles of all heads; each is computed once per split
-    splits: int
+    tiles: int  # query tiles of all heads
+    splits: int  # number of CTAs that share a query tile
     counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
     """Return the plan of a forward with `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at once."""
-    shape = TILES[max(head_dim, value_dim)]
+    width = max(head_dim, value_dim)
+    shape = TILES[width]
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
     if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
@@ -320,7 +321,8 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     before = diagonal % (64 // packed)  # positions before query 0
     tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
-    splits = splits_of(tiles, triton.cdiv(keys, shape.keys), programs)
+    key_tiles = triton.cdiv(keys, shape.keys)
+    splits = splits_of(tiles, key_tiles, programs)
     # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
     counted = splits == 1 and tiles_m > 1 and tiles > programs
     return Plan(shape, packed, tiles, splits, counted)

@@ -104,8 +104,8 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. Without a
     counter, CTA n of N takes the tiles n, n + N, n + 2N, …
     """
-    if tensors.part is not None:
-        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs are here, so that their launch takes no extra time
+    if problem.is_split is not None:
+        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here, which hides their start
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -190,7 +190,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
         last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
         idle = False
-        if tensors.counter is None:  # keys are split, or rows may be few
+        if tensors.counter is None:  # keys are split, or rows may be few, so that a consumer may have nothing to do
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
@@ -252,8 +252,8 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr)
-    splits = 1 if part_ptr is None else splits  # a constant 1, with which the compiler simplifies `_tile`
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits)
+    splits = 1 if part_ptr is None else splits  # a constant 1, which the compiler removes
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: the producer first waits at `queries.empty`
@@ -288,8 +288,9 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
 
 
-# TILES and FEW_ROWS are indexed by the larger of D and Dv. FEW_ROWS has shapes for few query rows: longer key tiles, which keep
-# more loads of K and V in flight.
+# TILES and FEW_ROWS are indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers
+# depend on them. FEW_ROWS has shapes for few query rows: two consumers, because others would have no rows. Two consumers have
+# registers for longer key tiles, with which a consumer waits for fewer loads and matmuls.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
@@ -307,9 +308,8 @@ MERGE = 75_000  # time of the merge's launch
 def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
     """Return the smallest number of splits whose predicted time is within 1 % of the best time.
 
-    A CTA takes up to ceil(tiles * splits / programs) query tiles one after the other, with ceil(key_tiles / splits) key tiles
-    each. Then one more launch merges the splits. All CTAs together write the splits' outputs in float32, and read them again
-    for the merge.
+    More splits give each CTA fewer keys, but cost time: CTAs that read together slow each other down, the splits' outputs are
+    written in float32 and read again for the merge, and the merge is one more launch.
 
     Args:
         tiles: number of query tiles of all heads. Each has `rows` rows.
@@ -319,10 +319,10 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
     """
 
     def cost(splits):
-        turns = triton.cdiv(tiles * splits, programs)
-        busy = tiles * splits / (turns * programs)
-        key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)
-        parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs
+        turns = triton.cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
+        busy = tiles * splits / (turns * programs)  # fraction of the CTAs that have a tile
+        key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)  # time to read it or to compute
+        parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs  # time to write and read the splits' outputs
         return turns * triton.cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
 
     costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
@@ -334,10 +334,10 @@ class Plan(NamedTuple):
 
     shape: Shape
     packed: int  # number of query heads side by side in a tile
-    tiles: int  # query tiles of all heads; each is computed once per split
-    splits: int
+    tiles: int  # query tiles of all heads
+    splits: int  # number of CTAs that share a query tile
     counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
-    few: bool  # whether rows are few
+    few: bool  # whether rows are few; this helps a caller to choose among forwards
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
@@ -345,7 +345,8 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
-    # Rows are few if one tile holds all packed rows of a K/V head, or if tiles of 256 rows would keep too few CTAs busy.
+    # Rows are few if a tile of 128 rows holds all packed rows of a K/V head, because half of 256 rows would be empty. Rows are
+    # also few if tiles of 256 rows would keep too few CTAs busy.
     squares = triton.cdiv(seq_q * packed, 128) * triton.cdiv(keys, 128) * batch * (heads // packed)
     few = seq_q * packed <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
     shape = (FEW_ROWS if few else TILES)[width]
@@ -354,11 +355,12 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     before = diagonal % (64 // packed)  # positions before query 0
     tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
-    splits, key_tiles = 1, triton.cdiv(keys, shape.keys)
+    key_tiles = triton.cdiv(keys, shape.keys)
+    splits = 1  # if tiles of many rows fill the GPU, a counter balances them better than splits would
     if few or tiles < programs:
         rows = min(seq_q * packed, shape.queries)
         splits = splits_of(tiles, key_tiles, rows, shape.keys, head_dim + value_dim, programs)
-    if few and key_tiles <= splits and shape.keys > 64:  # halve a CTA's only key tile to start matmuls sooner
+    if few and key_tiles <= splits and shape.keys > 64:  # a CTA's only key tile: matmuls start when its first half is loaded
         shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
     # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits. If
     # squares are few, a counter saves less time than its launch takes.

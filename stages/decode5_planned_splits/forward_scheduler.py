@@ -24,6 +24,7 @@ class Problem(NamedTuple):
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: tl.tensor
     splits: tl.tensor  # number of parts into which the keys are split
+    is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
 
 
 class Tile(NamedTuple):
@@ -91,7 +92,8 @@ def _tile(
     )  # fmt: skip
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
     key_tiles = _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, PACKED, CAUSAL)
-    key_tiles = tl.maximum(_share(key_tiles, split, problem), 1)  # a split without key tiles loads a tile without using it
+    if problem.is_split is not None:
+        key_tiles = tl.maximum(_share(key_tiles, split, problem), 1)  # a split without key tiles loads a tile without using it
     step = BLOCK_N * problem.splits
     head = batch_head % problem.heads
     return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, key_tiles, split, step)

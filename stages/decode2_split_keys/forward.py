@@ -291,7 +291,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 
 
 def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
-    """Return the number of splits with which the tiles fill `programs` CTAs."""
+    """Return into how many splits the keys go, one per CTA, so that few query tiles fill `programs` CTAs."""
     return max(1, min(key_tiles, programs // tiles))
 
 

@@ -299,7 +299,7 @@ FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores take
 
 
 def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
-    """Return the number of splits with which the tiles fill `programs` CTAs."""
+    """Return into how many splits the keys go, one per CTA, so that few query tiles fill `programs` CTAs."""
     # NOTE: splits also cost time, for one more launch and for the bytes of their outputs; decode5 predicts this time.
     return max(1, min(key_tiles, programs // tiles))
 

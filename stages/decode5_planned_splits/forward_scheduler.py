@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     seq_k: tl.tensor
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: tl.tensor
-    splits: tl.tensor  # number of parts into which the keys are split
+    splits: tl.tensor  # number of parts into which the keys are split, so that few query tiles keep all CTAs busy
     is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
 
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -26,13 +27,16 @@ from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_plan import plan
 from .forward_scheduler import NextTiles, Problem, _key_tiles, _next, _pass_on, _place, _row, _rows_before, _tile
 from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory, as TMA descriptors or pointers."""
+    """Tensors in global memory, as TMA descriptors or pointers.
+
+    If PACKED > 1 query heads share a K/V head and a tile, tiles of Q and O are [1, 1, 64 // PACKED, PACKED, D], and otherwise
+    [1, 1, 64, D]. With packed heads, few queries fill a tile, and a CTA reads K and V once for all heads of the tile.
+    """
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -173,6 +177,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
+        last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -189,7 +194,6 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, PACKED, CAUSAL)
         fill += seen
 
@@ -256,6 +260,45 @@ def _forward_kernel(
         )  # fmt: skip
 
 
+class Shape(NamedTuple):
+    """Sizes of a work tile, and numbers of buffers."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    q_slots: int  # buffers of Q
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
+
+
+# TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
+
+
+class Plan(NamedTuple):
+    """How a forward's work is divided."""
+
+    shape: Shape
+    packed: int  # number of query heads side by side in a tile
+    tiles: int  # query tiles of all heads
+
+
+def plan(batch, heads, kv_heads, seq_q, diagonal, head_dim, value_dim) -> Plan:
+    """Return the plan of a forward with `seq_q` queries."""
+    width = max(head_dim, value_dim)
+    shape = TILES[width]
+    per_kv = heads // kv_heads
+    packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
+    if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
+        packed = 1  # packing would make no fewer tiles
+    before = diagonal % (64 // packed)  # positions before query 0
+    tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
+    tiles = tiles_m * batch * (heads // packed)
+    return Plan(shape, packed, tiles)
+
+
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v6.
 
@@ -271,14 +314,15 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    shape, packed, tiles = plan(batch, heads, kv_heads, seq_q, diagonal, head_dim, value_dim)
+    planned = plan(batch, heads, kv_heads, seq_q, diagonal, head_dim, value_dim)
+    shape, packed = planned.shape, planned.packed
     queries, outputs, rows = q, out, (64,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         rows = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # needed if the first query tile starts before query 0
     # NOTE: one CTA reads all keys of a tile, so with fewer tiles than SMs, some SMs idle; decode2 splits the keys.
-    programs = min(tiles, num_sms())
+    programs = min(planned.tiles, num_sms())
     counter = lse.new_zeros(1, dtype=torch.int32)  # tiles taken so far, except each CTA's first tile
     _forward_kernel[programs,](
         describe_tile(queries, *rows), describe_tile(k, shape.keys), describe_tile(v, shape.keys),

@@ -20,7 +20,7 @@ class Problem(NamedTuple):
 
     batch_heads: tl.tensor  # B * H / PACKED
     heads: tl.tensor  # H / PACKED
-    heads_per_kv: tl.tensor
+    heads_per_kv: tl.tensor  # H / Hkv / PACKED
     tiles_m: tl.tensor  # number of query tiles of a head
     seq_q: tl.tensor  # rows of PACKED heads: queries * PACKED
     seq_k: tl.tensor

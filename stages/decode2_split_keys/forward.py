@@ -28,14 +28,17 @@ from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_merge import _merge_kernel
-from .forward_plan import plan
+from .forward_merge import merge
 from .forward_scheduler import NextTiles, Problem, _key_tiles, _next, _pass_on, _place, _row, _rows_before, _share, _tile
 from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory, as TMA descriptors or pointers."""
+    """Tensors in global memory, as TMA descriptors or pointers.
+
+    If PACKED > 1 query heads share a K/V head and a tile, tiles of Q and O are [1, 1, 64 // PACKED, PACKED, D], and otherwise
+    [1, 1, 64, D]. With packed heads, few queries fill a tile, and a CTA reads K and V once for all heads of the tile.
+    """
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -103,7 +106,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share.
     """
     if problem.is_split is not None:
-        gdc_launch_dependents()  # once all CTAs of this launch are here, the next launch may start
+        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here, which hides their start
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -145,8 +148,7 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, pa
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1] + offs_d[None, :]
-        part_o = gl.where(idle, 0.0, acc * normalize)
-        gl.store(part_ptrs, part_o, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
+        gl.store(part_ptrs, gl.where(idle, 0.0, acc * normalize), mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
     elif tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
         store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
@@ -190,7 +192,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
-            last = gl.where(idle, 2**30, last)
+            last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -250,7 +252,7 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr)
-    splits = 1 if part_ptr is None else splits
+    splits = 1 if part_ptr is None else splits  # a constant 1, which the compiler removes
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
@@ -276,6 +278,53 @@ def _forward_kernel(
         )  # fmt: skip
 
 
+class Shape(NamedTuple):
+    """Sizes of a work tile, and numbers of buffers."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    q_slots: int  # buffers of Q
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
+
+
+# TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
+
+
+def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
+    """Return into how many splits the keys go, one per CTA, so that few query tiles fill `programs` CTAs."""
+    return max(1, min(key_tiles, programs // tiles))
+
+
+class Plan(NamedTuple):
+    """How a forward's work is divided."""
+
+    shape: Shape
+    packed: int  # number of query heads side by side in a tile
+    tiles: int  # query tiles of all heads
+    splits: int  # number of CTAs that share a query tile
+
+
+def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
+    """Return the plan of a forward with `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at once."""
+    width = max(head_dim, value_dim)
+    shape = TILES[width]
+    per_kv = heads // kv_heads
+    packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
+    if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
+        packed = 1  # packing would make no fewer tiles
+    before = diagonal % (64 // packed)  # positions before query 0
+    tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
+    tiles = tiles_m * batch * (heads // packed)
+    key_tiles = triton.cdiv(keys, shape.keys)
+    splits = splits_of(tiles, key_tiles, programs)
+    return Plan(shape, packed, tiles, splits)
+
+
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v6.
 
@@ -292,16 +341,16 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
-    shape, packed, tiles, splits = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
+    planned = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
+    shape, packed, splits = planned.shape, planned.packed, planned.splits
     queries, outputs, rows = q, out, (64,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         rows = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # needed if the first query tile starts before query 0
-    lses, parts = lse, None
-    if splits > 1:
-        lses, parts = lse.new_empty(splits, lse.numel()), lse.new_empty(splits, lse.numel(), value_dim)
-    programs = min(tiles * splits, num_sms())
+    lses = lse.new_empty(splits, *lse.shape) if splits > 1 else lse
+    parts = lse.new_empty(*lses.shape, value_dim) if splits > 1 else None
+    programs = min(planned.tiles * splits, num_sms())
     # NOTE: a launch fills the counter, even where no CTA takes a second tile; decode3 skips this launch.
     counter = lse.new_zeros(1, dtype=torch.int32)  # tiles taken so far, except each CTA's first tile
     _forward_kernel[programs,](
@@ -312,11 +361,5 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     if splits > 1:
-        own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into a thread's registers
-        at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)
-        merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
-        _merge_kernel[triton.cdiv(lse.numel(), merged),](
-            parts, lses, out, lse, *out.stride()[:3], lse.numel(), heads, seq_q, splits,
-            VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
-        )  # fmt: skip
+        merge(parts, lses, out, lse)
     return out, lse

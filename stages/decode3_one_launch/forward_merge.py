@@ -1,5 +1,6 @@
 """The kernel that merges the outputs of the splits."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
@@ -13,8 +14,7 @@ def _merge_kernel(
     VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Compute some rows of out and lse. out is the sum of the splits' outputs, weighted by exp(lse of the split - lse)."""
-    # A thread holds some columns of all splits, or of a quarter of the splits. So it adds up these splits without waiting for
-    # other threads.
+    # A thread adds up AT_ONCE splits of its columns (`by_rows`), or a quarter of them (`by_splits`), without other threads.
     WARP_ROWS: gl.constexpr = max(1, 128 // VALUE_DIM)
     threads: gl.constexpr = [WARP_ROWS, 1, 32 // WARP_ROWS]
     by_rows: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])
@@ -47,3 +47,18 @@ def _merge_kernel(
     offs_o = (head // heads).to(gl.int64) * stride_ob + (head % heads).to(gl.int64) * stride_oh
     offs_o += (row % seq_q).to(gl.int64) * stride_om
     gl.store(out_ptr + offs_o[:, None] + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+def merge(parts, lses, out, lse):
+    """Merge the splits' outputs `parts`, [splits, B, H, Sq, Dv], and their `lses` into `out` and `lse`.
+
+    Splits take few microseconds, so the merge's latency counts: PDL launches it early, and a thread loads many splits at once.
+    """
+    splits, value_dim = len(parts), parts.shape[-1]
+    own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into 64 registers of each thread
+    at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)  # 4 * own: four warps share a row
+    merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
+    _merge_kernel[triton.cdiv(lse.numel(), merged),](
+        parts, lses, out, lse, *out.stride()[:3], lse.numel(), *lse.shape[1:], splits,
+        VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -28,14 +29,17 @@ from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_merge import _merge_kernel
-from .forward_plan import plan
+from .forward_merge import merge
 from .forward_scheduler import NextTiles, Problem, _key_tiles, _next, _pass_on, _place, _row, _rows_before, _share, _tile
 from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory, as TMA descriptors or pointers."""
+    """Tensors in global memory, as TMA descriptors or pointers.
+
+    If PACKED > 1 query heads share a K/V head and a tile, tiles of Q and O are [1, 1, 64 // PACKED, PACKED, D], and otherwise
+    [1, 1, 64, D]. With packed heads, few queries fill a tile, and a CTA reads K and V once for all heads of the tile.
+    """
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -104,7 +108,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     counter, CTA n of N takes the tiles n, n + N, n + 2N, …
     """
     if problem.is_split is not None:
-        gdc_launch_dependents()  # once all CTAs of this launch are here, the next launch may start
+        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here, which hides their start
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -149,8 +153,7 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, pa
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1] + offs_d[None, :]
-        part_o = gl.where(idle, 0.0, acc * normalize)
-        gl.store(part_ptrs, part_o, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
+        gl.store(part_ptrs, gl.where(idle, 0.0, acc * normalize), mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
     elif tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
         store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
@@ -190,11 +193,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
         last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
         idle = False
-        if tensors.counter is None:  # keys are split, or rows may be few
+        if tensors.counter is None:  # keys are split, or rows may be few, so that a consumer may have nothing to do
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
-            last = gl.where(idle, 2**30, last)
+            last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -254,7 +257,7 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr)
-    splits = 1 if part_ptr is None else splits
+    splits = 1 if part_ptr is None else splits  # a constant 1, which the compiler removes
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
@@ -280,6 +283,96 @@ def _forward_kernel(
         )  # fmt: skip
 
 
+class Shape(NamedTuple):
+    """Sizes of a work tile, and numbers of buffers."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    q_slots: int  # buffers of Q
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
+
+
+# TILES and FEW_ROWS are indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers
+# depend on them. FEW_ROWS has shapes for few query rows: two consumers, because others would have no rows. Two consumers have
+# registers for longer key tiles, with which a consumer waits for fewer loads and matmuls.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
+FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
+FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores takes FEW_ROWS, not 256 rows (fitted on an H200)
+# Constants of `splits_of`, fitted to times on an H200. results/constants-h200.json has the times of all numbers of splits.
+# `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
+CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
+ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
+MERGE = 75_000  # time of the merge's launch
+
+
+@functools.cache
+def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
+    """Return the smallest number of splits whose predicted time is within 1 % of the best time.
+
+    More splits give each CTA fewer keys, but cost time: CTAs that read together slow each other down, the splits' outputs are
+    written in float32 and read again for the merge, and the merge is one more launch.
+
+    Args:
+        tiles: number of query tiles of all heads. Each has `rows` rows.
+        key_tiles: number of key tiles of each query tile. Each has `keys` keys.
+        width: number of elements of a key in K and V together.
+        programs: number of CTAs that run at the same time.
+    """
+
+    def cost(splits):
+        turns = triton.cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
+        busy = tiles * splits / (turns * programs)  # fraction of the CTAs that have a tile
+        key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)  # time to read it or to compute
+        parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs  # time to write and read the splits' outputs
+        return turns * triton.cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
+
+    costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
+    return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
+
+
+class Plan(NamedTuple):
+    """How a forward's work is divided."""
+
+    shape: Shape
+    packed: int  # number of query heads side by side in a tile
+    tiles: int  # query tiles of all heads
+    splits: int  # number of CTAs that share a query tile
+    counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
+    few: bool  # whether rows are few; this helps a caller to choose among forwards
+
+
+def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
+    """Return the plan of a forward with `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at once."""
+    width = max(head_dim, value_dim)
+    per_kv = heads // kv_heads
+    packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
+    # Rows are few if a tile of 128 rows holds all packed rows of a K/V head, because half of 256 rows would be empty. Rows are
+    # also few if tiles of 256 rows would keep too few CTAs busy.
+    squares = triton.cdiv(seq_q * packed, 128) * triton.cdiv(keys, 128) * batch * (heads // packed)
+    few = seq_q * packed <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
+    shape = (FEW_ROWS if few else TILES)[width]
+    if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
+        packed = 1  # packing would make no fewer tiles
+    before = diagonal % (64 // packed)  # positions before query 0
+    tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
+    tiles = tiles_m * batch * (heads // packed)
+    key_tiles = triton.cdiv(keys, shape.keys)
+    splits = 1  # if tiles of many rows fill the GPU, a counter balances them better than splits would
+    if few or tiles < programs:
+        rows = min(seq_q * packed, shape.queries)
+        splits = splits_of(tiles, key_tiles, rows, shape.keys, head_dim + value_dim, programs)
+    if few and key_tiles <= splits and shape.keys > 64:  # a CTA's only key tile: matmuls start when its first half is loaded
+        shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
+    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits. If
+    # squares are few, a counter saves less time than its launch takes.
+    counted = not few and splits == 1 and tiles_m > 1 and tiles > programs
+    return Plan(shape, packed, tiles, splits, counted, few)
+
+
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v6.
 
@@ -296,19 +389,17 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
-    shape, packed, tiles, splits, counted, _ = plan(
-        batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms()
-    )
+    planned = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
+    shape, packed, splits = planned.shape, planned.packed, planned.splits
     queries, outputs, rows = q, out, (64,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         rows = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # needed if the first query tile starts before query 0
-    lses, parts = lse, None
-    if splits > 1:
-        lses, parts = lse.new_empty(splits, lse.numel()), lse.new_empty(splits, lse.numel(), value_dim)
-    programs = min(tiles * splits, num_sms())
-    counter = lse.new_zeros(1, dtype=torch.int32) if counted else None
+    lses = lse.new_empty(splits, *lse.shape) if splits > 1 else lse
+    parts = lse.new_empty(*lses.shape, value_dim) if splits > 1 else None
+    programs = min(planned.tiles * splits, num_sms())
+    counter = lse.new_zeros(1, dtype=torch.int32) if planned.counted else None
     _forward_kernel[programs,](
         describe_tile(queries, *rows), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
         describe_tile(outputs, *rows), out_ptr, lses, parts, counter, scale,
@@ -317,11 +408,5 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     if splits > 1:
-        own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into a thread's registers
-        at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)
-        merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
-        _merge_kernel[triton.cdiv(lse.numel(), merged),](
-            parts, lses, out, lse, *out.stride()[:3], lse.numel(), heads, seq_q, splits,
-            VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
-        )  # fmt: skip
+        merge(parts, lses, out, lse)
     return out, lse

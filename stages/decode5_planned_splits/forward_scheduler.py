@@ -20,13 +20,13 @@ class Problem(NamedTuple):
 
     batch_heads: tl.tensor  # B * H / PACKED
     heads: tl.tensor  # H / PACKED
-    heads_per_kv: tl.tensor
+    heads_per_kv: tl.tensor  # H / Hkv / PACKED
     tiles_m: tl.tensor  # number of query tiles of a head
     seq_q: tl.tensor  # rows of PACKED heads: queries * PACKED
     seq_k: tl.tensor
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: tl.tensor
-    splits: tl.tensor  # number of parts into which the keys are split
+    splits: tl.tensor  # number of parts into which the keys are split, so that few query tiles keep all CTAs busy
     is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
 
 
@@ -70,7 +70,7 @@ def _row(batch, head, row, PACKED: tl.constexpr):
 
 @triton.jit
 def _share(tiles, split, problem):
-    """Return how many of `tiles` key tiles a split has: tile number `split`, and every `splits`-th tile after that tile."""
+    """Return how many of `tiles` key tiles a split has: from tile `split`, every `splits`-th. CTAs read neighbours together."""
     return tl.cdiv(tl.maximum(tiles - split, 0), problem.splits)
 
 
@@ -87,10 +87,8 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Return the work tile whose number is `number`."""
-    split = 0
-    if problem.is_split is not None:
-        split = number % problem.splits
-        number = number // problem.splits
+    split = number % problem.splits
+    number = number // problem.splits
     tile, batch_head = tile_and_head(
         problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,

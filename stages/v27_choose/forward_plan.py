@@ -3,7 +3,7 @@
 import triton
 
 from common.runtime import num_sms
-from stages.decode5_planned_splits.forward_plan import plan as plan_of_decode
+from stages.decode5_planned_splits.forward import plan as plan_of_decode
 from stages.guess7_short_rows.forward import TILES
 from stages.guess7_short_rows.forward_plan import is_short
 

@@ -182,7 +182,7 @@ def test_as_many_splits_as_the_gpu_has_room_for(name):
     assert splits_of(16, 3, 132) == 3  # each split has one key tile
 
 
-@pytest.mark.parametrize("name", once_by_file(PLANNING, "forward_plan.py"))
+@pytest.mark.parametrize("name", once_by_file(PLANNING, "forward.py"))
 def test_splits_fill_the_gpu_where_tiles_do_not(name):
     splits_of = names_in(name)["splits_of"]
 

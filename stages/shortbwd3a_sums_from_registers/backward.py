@@ -211,7 +211,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
     and V, and Q and dO of its first steps, load before the previous tile has ended.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share.
+    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share,
+    because tiles take different times under a causal mask. Equal numbers of tiles would keep some SMs idle at the end.
     """
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -384,7 +385,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    persistent = max(head_dim, value_dim) < 128  # at D = 128, persistent CTAs are slower for long masked rows
+    # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
+    # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
+    persistent = max(head_dim, value_dim) < 128
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None
     stats = lse.new_empty(tiles_m * 2, block_m)

@@ -214,7 +214,7 @@ def _store_dkv(tensors, place, kv, turn):
 @gluon.jit
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
-    and V, and Q and dO of its first steps, load before the previous tile has ended.
+    and V, and Q and dO of its first steps, load before the previous tile has ended. So the consumers go on without a pause.
 
     A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share,
     because tiles take different times under a causal mask. Equal numbers of tiles would keep some SMs idle at the end.
@@ -230,7 +230,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         _load_kv(tensors, tile, kv, turn)
-        early = gl.minimum(tile.steps, STAGES)
+        early = gl.minimum(tile.steps, STAGES)  # loads that do not wait for this tile's first step
         for step in range(early):
             _load(tensors, tile, ring, fill, step)
         if turn > 0:
@@ -337,7 +337,7 @@ def _backward_kernel(
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
+    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1  # the current tile's K and V, and the next tile's
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -400,7 +400,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None
     tickets = lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_take_ticket`
     stats = lse.new_empty(tiles_m * 2, block_m)
-    # dQ's accumulator starts without a value. Each query tile sees the first keys, so one CTA stores to it before others add.
+    # dQ's accumulator starts without a value, which saves writing zeros and reading them back. Each query tile sees the first
+    # keys, so one CTA stores to it before others add.
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, tickets, counter,

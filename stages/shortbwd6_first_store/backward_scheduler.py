@@ -92,8 +92,9 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
-    # CTAs that run at the same time should seldom meet at a query tile. A causal mask keeps most of them apart, because each
-    # starts at its diagonal. Without a mask, `entry` does.
+    # CTAs that run at the same time should seldom meet at a query tile. If one CTA's dQ must be stored before others are added
+    # to it, as in shortbwd6, the CTAs that come meanwhile wait. A causal mask keeps most CTAs apart, because each starts at its
+    # diagonal. Without a mask, `entry` does.
     entry = 0
     if not CAUSAL:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)
@@ -109,12 +110,14 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
-    The steps take one query tile of each query head that shares the keys, then the next query tile of each head. CTAs with
-    other keys start at other heads. The first `rising` query tiles come in rising order, then the others, the last one first. A
-    CTA enters this order at `entry`, and takes the steps before `entry` last.
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head. The first
+    `rising` query tiles come in rising order, then the others, the last one first. A CTA enters this order at `entry`, and
+    takes the steps before `entry` last.
     """
     step += tile.entry
     step = tl.where(step < tile.steps, step, step - tile.steps)
+    # CTAs that take the same query tiles at the same time, to share them in the L2 cache, start at different heads. So they
+    # seldom meet, and no CTA is the first at all heads of a query tile.
     shared = (step + tile.start_n // (CONSUMERS * ROWS)) % tile.heads_per_kv
     done = step // tile.heads_per_kv
     number = tl.where(done < tile.rising, tile.first + done, tile.tiles_m - 1 + tile.rising - done)

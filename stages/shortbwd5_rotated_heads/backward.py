@@ -56,7 +56,7 @@ class Tensors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a work tile's K, V, dK and dV in global memory."""
+    """The place of a work tile's dK and dV in global memory. The producer keeps it until they are stored."""
 
     batch: gl.tensor
     kv_head: gl.tensor

@@ -66,8 +66,9 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
-    # Number of query tiles, from `first` on, that need a mask. It is at least one, because ptxas (CUDA 12.8) computes addresses
-    # of K and V only in the loop over masked tiles, though the next loop uses them, too.
+    # Number of query tiles, from `first` on, that need a mask. With two slots of K and V, ptxas (CUDA 12.8) computes a slot's
+    # addresses only in the loop over masked tiles. So at least one tile is masked. Otherwise, the loop over the other tiles
+    # would use undefined addresses.
     masked = 1
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
@@ -92,9 +93,9 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
-    # CTAs that run at the same time should seldom meet at a query tile. If one CTA's dQ must be stored before others are added
-    # to it, as in shortbwd6, the CTAs that come meanwhile wait. A causal mask keeps most CTAs apart, because each starts at its
-    # diagonal. Without a mask, `entry` does.
+    # CTAs that run at the same time should seldom meet at a query tile. At the end of this track, the first CTA there stores
+    # its dQ, and CTAs that come meanwhile wait before they add theirs. A causal mask keeps most CTAs apart, because each starts
+    # at its diagonal. Without a mask, `entry` does.
     entry = 0
     if not CAUSAL:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)

@@ -64,12 +64,13 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
             unseen = tl.minimum(tl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = tl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
-    # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. A group of heads takes its key tiles in waves of `num_sms` CTAs. The first wave's CTAs start
-    # together. After the masked tiles, they all go backwards from the last tile, and so read the same tiles. Later keys have
-    # fewer query tiles, so the CTAs end one by one. The next wave's CTAs start one by one and go forwards: when a CTA starts,
-    # the wave's earlier CTAs have about reached its first tile. They all end together. The two orders alternate. If a K/V head
-    # has only one query head, the few query tiles in use stay in the cache in any order.
+    # CTAs that read the same query tile at the same time share it through the L2 cache. Therefore the order of query tiles
+    # turns from wave to wave. A wave is `num_sms` CTAs of a group, which is the heads whose rows the cache holds together.
+    # Masked tiles come first, in rising order, as `_accumulate` expects. Then a group's first wave goes backwards from the last
+    # tile. Its CTAs start together, and so read the same tiles. Later keys have fewer query tiles, so the CTAs end one by one.
+    # The next wave's CTAs start one by one and go forwards: when a CTA starts, the wave's earlier CTAs have about reached its
+    # first tile. They all end together. The two orders alternate. If a K/V head has only one query head, the few query tiles in
+    # use stay in the cache in any order.
     rising = tiles
     if CAUSAL:
         group = tiles_n * heads_of_group(problem.seq_q, tl.num_programs(0) // tiles_n, ROW_BYTES)

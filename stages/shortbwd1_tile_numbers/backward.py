@@ -200,12 +200,17 @@ def _store_dkv(tensors, tile, kv):
 
 @gluon.jit
 def _producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
-    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
+    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end.
+
+    The CTA's tile has the CTA's own number. Each role derives the tile from this number, and calls functions for the work on
+    one tile. So a loop over further numbers makes the CTA persistent (shortbwd2).
+    """
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
     # NOTE: a CTA ends after one tile, and the next CTA starts with empty buffers; shortbwd2's CTAs take tile after tile.
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    number = gl.program_id(0)
+    tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     _load_kv(tensors, tile, kv)
     for step in range(tile.steps):
         _load(tensors, tile, ring, step)
@@ -260,7 +265,8 @@ def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr)
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    number = gl.program_id(0)
+    tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     _compute_dkv(tile, kv, ring, ds_ring, problem, w, CAUSAL)
 
 
@@ -271,7 +277,8 @@ def _dq_consumer(tensors, kv, ds_ring, problem, CAUSAL: gl.constexpr):
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    number = gl.program_id(0)
+    tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)

@@ -205,7 +205,8 @@ def _store_dkv(tensors, tile, kv, turn):
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share.
+    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share,
+    because tiles take different times under a causal mask. Equal numbers of tiles would keep some SMs idle at the end.
     """
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -222,7 +223,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
             _pass_on(number, next_tiles, turn)
-        # NOTE: the next tile's K and V load only after dK and dV have left their buffer; shortbwd3 has a second buffer.
+        # dK and dV leave through the buffers of K and V. So the next K and V load after them, but while dQ still leaves.
+        # NOTE: with a second buffer, as in shortbwd3, the next K and V need not wait for dK and dV.
         _store_dkv(tensors, tile, kv, turn)
         fill += tile.steps
         turn += 1
@@ -370,7 +372,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
+    # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
+    # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
+    persistent = max(head_dim, value_dim) < 128
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None
     stats = lse.new_empty(tiles_m * 2, block_m)

@@ -54,7 +54,7 @@ class Tensors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a work tile's K, V, dK and dV in global memory."""
+    """The place of a work tile's dK and dV in global memory. The producer keeps it until they are stored."""
 
     batch: gl.tensor
     kv_head: gl.tensor
@@ -119,8 +119,8 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
             k = k.slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements lie in the order of the registers: four of one thread, then four of the next. An instruction adds four
-        # elements of each thread.
+        # The sums go past shared memory, which is the busiest unit of the backward. Elements lie in the order of the registers:
+        # four of one thread, then four of the next. An instruction adds four elements of each thread.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([64 * COLUMNS])
         offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
         reduce_add(tensors.sums + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
@@ -209,9 +209,10 @@ def _store_dkv(tensors, place, kv, turn):
 @gluon.jit
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
-    and V, and Q and dO of its first steps, load before the previous tile has ended.
+    and V, and Q and dO of its first steps, load before the previous tile has ended. So the consumers go on without a pause.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share.
+    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share,
+    because tiles take different times under a causal mask. Equal numbers of tiles would keep some SMs idle at the end.
     """
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -224,7 +225,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         _load_kv(tensors, tile, kv, turn)
-        early = gl.minimum(tile.steps, STAGES)
+        early = gl.minimum(tile.steps, STAGES)  # loads that do not wait for this tile's first step
         for step in range(early):
             _load(tensors, tile, ring, fill, step)
         if turn > 0:
@@ -333,7 +334,7 @@ def _backward_kernel(
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
     PARTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
+    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1  # the current tile's K and V, and the next tile's
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -384,7 +385,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    persistent = max(head_dim, value_dim) < 128  # at D = 128, persistent CTAs are slower for long masked rows
+    # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
+    # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
+    persistent = max(head_dim, value_dim) < 128
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None
     stats = lse.new_empty(tiles_m * 2, block_m)

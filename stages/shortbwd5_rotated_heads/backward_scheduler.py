@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     seq_k: tl.tensor
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     num_sms: tl.tensor  # number of SMs; each runs one CTA at a time
-    tiles: tl.tensor  # key tiles of all heads
+    tiles: tl.tensor  # key tiles of all heads; persistent CTAs are fewer
     scale: tl.tensor
 
 
@@ -66,8 +66,9 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
-    # Number of query tiles, from `first` on, that need a mask. It is at least one, because ptxas (CUDA 12.8) computes addresses
-    # of K and V only in the loop over masked tiles, though the next loop uses them, too.
+    # Number of query tiles, from `first` on, that need a mask. With two slots of K and V, ptxas (CUDA 12.8) computes a slot's
+    # addresses only in the loop over masked tiles. So at least one tile is masked. Otherwise, the loop over the other tiles
+    # would use undefined addresses.
     masked = 1
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
@@ -79,20 +80,22 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
             unseen = tl.minimum(tl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = tl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
-    # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. A group of heads takes its key tiles in waves of `num_sms` CTAs. The first wave's CTAs start
-    # together. After the masked tiles, they all go backwards from the last tile, and so read the same tiles. Later keys have
-    # fewer query tiles, so the CTAs end one by one. The next wave's CTAs start one by one and go forwards: when a CTA starts,
-    # the wave's earlier CTAs have about reached its first tile. They all end together. The two orders alternate. If a K/V head
-    # has only one query head, the few query tiles in use stay in the cache in any order.
+    # CTAs that read the same query tile at the same time share it through the L2 cache. Therefore the order of query tiles
+    # turns from wave to wave. A wave is `num_sms` CTAs of a group, which is the heads whose rows the cache holds together.
+    # Masked tiles come first, in rising order, as `_accumulate` expects. Then a group's first wave goes backwards from the last
+    # tile. Its CTAs start together, and so read the same tiles. Later keys have fewer query tiles, so the CTAs end one by one.
+    # The next wave's CTAs start one by one and go forwards: when a CTA starts, the wave's earlier CTAs have about reached its
+    # first tile. They all end together. The two orders alternate. If a K/V head has only one query head, the few query tiles in
+    # use stay in the cache in any order.
     rising = tiles
     if CAUSAL:
         group = tiles_n * heads_of_group(problem.seq_q, problem.tiles // tiles_n, ROW_BYTES)
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
-    # CTAs that run at the same time should seldom meet at a query tile. A causal mask keeps most of them apart, because each
-    # starts at its diagonal. Without a mask, `entry` does.
+    # CTAs that run at the same time should seldom meet at a query tile. At the end of this track, the first CTA there stores
+    # its dQ, and CTAs that come meanwhile wait before they add theirs. A causal mask keeps most CTAs apart, because each starts
+    # at its diagonal. Without a mask, `entry` does.
     entry = 0
     if not CAUSAL:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)
@@ -108,12 +111,14 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
-    The steps take one query tile of each query head that shares the keys, then the next query tile of each head. CTAs with
-    other keys start at other heads. The first `rising` query tiles come in rising order, then the others, the last one first. A
-    CTA enters this order at `entry`, and takes the steps before `entry` last.
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head. The first
+    `rising` query tiles come in rising order, then the others, the last one first. A CTA enters this order at `entry`, and
+    takes the steps before `entry` last.
     """
     step += tile.entry
     step = tl.where(step < tile.steps, step, step - tile.steps)
+    # CTAs that take the same query tiles at the same time, to share them in the L2 cache, start at different heads. So they
+    # seldom meet, and no CTA is the first at all heads of a query tile.
     shared = (step + tile.start_n // (CONSUMERS * ROWS)) % tile.heads_per_kv
     done = step // tile.heads_per_kv
     number = tl.where(done < tile.rising, tile.first + done, tile.tiles_m - 1 + tile.rising - done)

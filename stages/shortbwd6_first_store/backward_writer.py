@@ -44,7 +44,8 @@ def _take_ticket(tickets_ptr, row):
 def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: let TMA store each step's dQ in the accumulator, or add it if another CTA was first at the query tile.
 
-    A CTA takes its next ticket only after its own store is in memory. So a CTA that others wait for waits for no CTA.
+    No deadlock: CTAs wait only for the CTA that has a query tile's first ticket. That CTA is running, and takes its next ticket
+    only after its store is in memory. So it waits for no other CTA meanwhile.
     """
     BLOCK_M: gl.constexpr = tensors.q.block_shape[2]
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[3]

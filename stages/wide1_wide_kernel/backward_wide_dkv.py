@@ -55,14 +55,14 @@ class StepRing(NamedTuple):
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: Q, dO and the statistics have arrived
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: both consumers have read Q, dO and the statistics
+    q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
+    do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
 
 
 @gluon.jit
 def _dkv_producer(tensors, tile, kv, ring):
     """Run on one warp: load K and V of a key tile, and Q and dO of all query tiles that see it, as buffers become free."""
-    NBYTES: gl.constexpr = tensors.q.block_type.nbytes + tensors.do.block_type.nbytes + tensors.stats.block_type.nbytes
     where = [tile.batch, tile.kv_head, tile.start_n, 0]
     mbarrier.expect(kv.full.index(0), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k)
@@ -71,10 +71,11 @@ def _dkv_producer(tensors, tile, kv, ring):
         head, number, row = _query_tile(step, tile)
         where = [tile.batch, head, number * ring.q.shape[3], 0]
         slot = wait_empty(ring.empty, step)
-        mbarrier.expect(ring.full.index(slot), NBYTES)
-        tma.async_copy_global_to_shared(tensors.q, where, ring.full.index(slot), ring.q.index(slot))
-        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.full.index(slot), ring.stats.index(slot))
-        tma.async_copy_global_to_shared(tensors.do, where, ring.full.index(slot), ring.do.index(slot))
+        mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+        mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
 
 
 @gluon.jit
@@ -110,9 +111,8 @@ def _wide_consumer(tensors, tile, kv, ring, ds_s, dq_s, problem, GRADIENT: gl.co
     mbarrier.wait(kv.full.index(0), 0)
     for step in range(tile.steps):
         _, number, row = _query_tile(step, tile)
-        slot = wait_full(ring.full, step)
+        slot = wait_full(ring.q_full, step)
         q = matrix(ring.q.index(slot))
-        do = matrix(ring.do.index(slot))
         # NOTE: each consumer computes S and P for itself; in wide2 one consumer passes P to the other.
         s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
@@ -120,6 +120,7 @@ def _wide_consumer(tensors, tile, kv, ring, ds_s, dq_s, problem, GRADIENT: gl.co
         p_t = s_t * (problem.scale * LOG2_E) - lse_log2
         offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
         p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
+        do = matrix(ring.do.index(wait_full(ring.do_full, step)))
         if GRADIENT == "dv":
             acc = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, acc, is_async=True)  # dV += Pᵀ dO
         else:
@@ -157,13 +158,14 @@ def _wide_dkv_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [ROWS, BLOCK_M], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
-    full, empty = new_ring(STAGES, 1, CONSUMERS)
+    q_full, empty = new_ring(STAGES, 1, CONSUMERS)
+    do_full = new_barriers(STAGES, 1)
 
     tensors = WideTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     kv = KeyTile(k_s, v_s, new_barriers(1, 1))
-    ring = StepRing(q_s, do_s, stats_s, full, empty)
+    ring = StepRing(q_s, do_s, stats_s, q_full, do_full, empty)
     gl.warp_specialize(
         [
             (_wide_consumer, (tensors, tile, kv, ring, ds_s, dq_s, problem, "dv", CAUSAL)),

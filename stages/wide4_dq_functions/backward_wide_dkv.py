@@ -54,8 +54,9 @@ class StepRing(NamedTuple):
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: Q, dO and the statistics have arrived
-    empty: gl.shared_memory_descriptor  # a barrier for each slot: both consumers have read Q, dO and the statistics
+    q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
+    do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
 
 
 class PRing(NamedTuple):
@@ -68,7 +69,6 @@ class PRing(NamedTuple):
 @gluon.jit
 def _dkv_producer(tensors, tile, kv, ring):
     """Run on one warp: load K and V of a key tile, and Q and dO of all query tiles that see it, as buffers become free."""
-    NBYTES: gl.constexpr = tensors.q.block_type.nbytes + tensors.do.block_type.nbytes + tensors.stats.block_type.nbytes
     where = [tile.batch, tile.kv_head, tile.start_n, 0]
     mbarrier.expect(kv.full.index(0), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k)
@@ -77,10 +77,11 @@ def _dkv_producer(tensors, tile, kv, ring):
         head, number, row = _query_tile(step, tile)
         where = [tile.batch, head, number * ring.q.shape[3], 0]
         slot = wait_empty(ring.empty, step)
-        mbarrier.expect(ring.full.index(slot), NBYTES)
-        tma.async_copy_global_to_shared(tensors.q, where, ring.full.index(slot), ring.q.index(slot))
-        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.full.index(slot), ring.stats.index(slot))
-        tma.async_copy_global_to_shared(tensors.do, where, ring.full.index(slot), ring.do.index(slot))
+        mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+        mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
 
 
 @gluon.jit
@@ -115,12 +116,12 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
     mbarrier.wait(kv.full.index(0), 0)
     for step in range(tile.steps):
-        slot = wait_full(ring.full, step)
-        q = matrix(ring.q.index(slot))
+        q = matrix(ring.q.index(wait_full(ring.q_full, step)))
         s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         p_t = _compute_p_t(s_t, tile, ring, p_ring, step, problem.scale * LOG2_E, seen_from)
-        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), matrix(ring.do.index(slot)), dv, is_async=True)  # dV += Pᵀ dO
+        do = matrix(ring.do.index(wait_full(ring.do_full, step)))
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         dv = warpgroup_mma_wait(0, [dv])
         signal(ring.empty, step)
 
@@ -153,10 +154,10 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     mbarrier.wait(kv.full.index(0), 0)
     for step in range(tile.steps):
-        slot = wait_full(ring.full, step)
-        do = matrix(ring.do.index(slot))
+        do = matrix(ring.do.index(wait_full(ring.do_full, step)))
         dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
+        slot = wait_full(ring.q_full, step)
         ds_t = _compute_ds_t(dp_t, ring, p_ring, step)
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), matrix(ring.q.index(slot)), dk, is_async=True)  # dK += dSᵀ Q
         dk = warpgroup_mma_wait(0, [dk])
@@ -182,14 +183,15 @@ def _wide_dkv_kernel(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, ROWS, VALUE_DIM], v_desc.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
-    full, empty = new_ring(STAGES, 1, CONSUMERS)
+    q_full, empty = new_ring(STAGES, 1, CONSUMERS)
+    do_full = new_barriers(STAGES, 1)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
     tensors = WideTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     kv = KeyTile(k_s, v_s, new_barriers(1, 1))
-    ring = StepRing(q_s, do_s, stats_s, full, empty)
+    ring = StepRing(q_s, do_s, stats_s, q_full, do_full, empty)
     p_ring = PRing(p_s, p_full)
     gl.warp_specialize(
         [

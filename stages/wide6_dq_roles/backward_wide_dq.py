@@ -111,6 +111,8 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
 @gluon.jit
 def _dq_producer(tensors, tile, queries, ring):
     """Run on one warp: load Q and dO of a query tile, and K and V of all key tiles that it sees, the last one first."""
+    # This warp alone waits for free buffers. So the consumers never wait for each other: while one computes exponentials, the
+    # other can use the tensor cores.
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes + tensors.do.block_type.nbytes)
@@ -132,7 +134,8 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, wgmma_layout(ROWS, ROWS))
     slot = wait_full(full, step)
     if buffers.shape[0] == 1:
-        slot = step // 2**24  # 0, but ptxas does not know. Otherwise it would keep too many addresses in registers, and spill.
+        # 0, but ptxas does not know. If it kept V's addresses in registers, a consumer's 240 registers would not suffice.
+        slot = step // 2**24
     return warpgroup_mma(a, matrix(buffers.index(slot)).permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
@@ -155,7 +158,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     dq_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
     start_m = tile.start_m + w * ROWS
-    unseen = 0  # number of steps at the start whose keys only the other consumer's rows see
+    # Each consumer computes only the steps whose keys its own rows see. The first steps may be the other consumer's alone.
+    unseen = 0  # number of those first steps
     if CAUSAL:
         unseen = gl.maximum(tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
     stats = _row_stats(tensors, tile, problem, start_m, ROWS, gl.SliceLayout(1, s_layout), CAUSAL)
@@ -163,9 +167,9 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     q = matrix(queries.q.index(w))
     do = matrix(queries.do.index(w))
     for step in range(unseen):
+        # Release K and V unread. Without these waits, the next wait would take an earlier phase for its own.
+        wait_full(ring.k_full, step)
         signal(ring.k_empty, step)
-        # Without this wait, the next wait for V would return at once, because an earlier phase has the same parity. K needs
-        # no such wait, because V's waits imply that K's slot was full.
         wait_full(ring.v_full, step)
         signal(ring.v_empty, step)
     mbarrier.wait(queries.full.index(w), 0)

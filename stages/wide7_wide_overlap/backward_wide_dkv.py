@@ -45,8 +45,7 @@ class KeyTile(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
-    k_full: gl.shared_memory_descriptor  # a barrier: K has arrived
-    v_full: gl.shared_memory_descriptor  # a barrier: V has arrived
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
 
 
 class StepRing(NamedTuple):
@@ -56,9 +55,8 @@ class StepRing(NamedTuple):
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
-    q_empty: gl.shared_memory_descriptor  # a barrier for each slot: the second consumer, which reads Q last, has read it
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
-    do_empty: gl.shared_memory_descriptor  # a barrier for each slot: both consumers have read dO
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
 
 
 class PRing(NamedTuple):
@@ -72,18 +70,16 @@ class PRing(NamedTuple):
 def _dkv_producer(tensors, tile, kv, ring):
     """Run on one warp: load K and V of a key tile, and Q and dO of all query tiles that see it, as buffers become free."""
     where = [tile.batch, tile.kv_head, tile.start_n, 0]
-    mbarrier.expect(kv.k_full.index(0), tensors.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.k, where, kv.k_full.index(0), kv.k)
-    mbarrier.expect(kv.v_full.index(0), tensors.v.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.v, where, kv.v_full.index(0), kv.v)
+    mbarrier.expect(kv.full.index(0), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k)
+    tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v)
     for step in range(tile.steps):
         head, number, row = _query_tile(step, tile)
         where = [tile.batch, head, number * ring.q.shape[3], 0]
-        slot = wait_empty(ring.q_empty, step)
+        slot = wait_empty(ring.empty, step)
         mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
         tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
         tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
-        slot = wait_empty(ring.do_empty, step)
         mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
         tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
 
@@ -118,28 +114,29 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
     seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
-    mbarrier.wait(kv.k_full.index(0), 0)
+    mbarrier.wait(kv.full.index(0), 0)
     q = matrix(ring.q.index(wait_full(ring.q_full, 0)))
     s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     for step in range(tile.steps - 1):
         p_t = _compute_p_t(s_t, tile, ring, p_ring, step, problem.scale * LOG2_E, seen_from)
-        # The matmul for dV comes first, so that dO's buffer is free while the next scores are computed.
+        # The matmul for dV and the next S run back to back, so that the tensor cores do not idle while this consumer waits for
+        # one and starts the other. The matmul for dV is first, because the producer waits for it to refill the slot.
         do = matrix(ring.do.index(wait_full(ring.do_full, step)))
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         q = matrix(ring.q.index(wait_full(ring.q_full, step + 1)))
         s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
-        signal(ring.do_empty, step)
+        signal(ring.empty, step)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     p_t = _compute_p_t(s_t, tile, ring, p_ring, tile.steps - 1, problem.scale * LOG2_E, seen_from)
     do = matrix(ring.do.index(wait_full(ring.do_full, tile.steps - 1)))
     dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
     dv = warpgroup_mma_wait(0, [dv])
-    signal(ring.do_empty, tile.steps - 1)
+    signal(ring.empty, tile.steps - 1)
 
-    # TMA stores dV from V's buffer, once the other consumer has read V and the last dO.
-    wait_full(ring.do_empty, tile.steps - 1)
+    # TMA stores dV from V's buffer, once the other consumer has read V.
+    wait_full(ring.empty, tile.steps - 1)
     matrix(kv.v).store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v)
@@ -165,28 +162,24 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
-    mbarrier.wait(kv.v_full.index(0), 0)
+    mbarrier.wait(kv.full.index(0), 0)
     do = matrix(ring.do.index(wait_full(ring.do_full, 0)))
     dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-    signal(ring.do_empty, 0)
     for step in range(tile.steps - 1):
+        slot = wait_full(ring.q_full, step)
         ds_t = _compute_ds_t(dp_t, ring, p_ring, step)
-        # Q has arrived, too: the other consumer computed P from Q. The matmul for dK comes first, because it frees Q's buffer,
-        # which the producer refills before dO's.
-        slot, _ = slot_and_phase(step, ring.q.shape[0])
-        q = matrix(ring.q.index(slot))
-        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
+        # As in `_dv_consumer`, two matmuls run back to back. The matmul for dK is first, because it frees the slot.
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), matrix(ring.q.index(slot)), dk, is_async=True)  # dK += dSᵀ Q
         do = matrix(ring.do.index(wait_full(ring.do_full, step + 1)))
         dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, [dk])
-        signal(ring.q_empty, step)
+        signal(ring.empty, step)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-        signal(ring.do_empty, step + 1)
+    signal(ring.empty, tile.steps - 1)  # V has been read, so dV may take its place; no load follows that would replace Q
+    slot = wait_full(ring.q_full, tile.steps - 1)
     ds_t = _compute_ds_t(dp_t, ring, p_ring, tile.steps - 1)
-    slot, _ = slot_and_phase(tile.steps - 1, ring.q.shape[0])
-    q = matrix(ring.q.index(slot))
-    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
+    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), matrix(ring.q.index(slot)), dk, is_async=True)  # dK += dSᵀ Q
     dk = warpgroup_mma_wait(0, [dk])
 
     # TMA stores dK from K's buffer. The other consumer no longer needs K: the last P is ready.
@@ -209,17 +202,15 @@ def _wide_dkv_kernel(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, ROWS, VALUE_DIM], v_desc.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
-    k_full = new_barriers(1, 1)
-    v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)
-    do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
+    q_full, empty = new_ring(STAGES, 1, CONSUMERS)
+    do_full = new_barriers(STAGES, 1)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
     tensors = WideTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-    kv = KeyTile(k_s, v_s, k_full, v_full)
-    ring = StepRing(q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
+    kv = KeyTile(k_s, v_s, new_barriers(1, 1))
+    ring = StepRing(q_s, do_s, stats_s, q_full, do_full, empty)
     p_ring = PRing(p_s, p_full)
     gl.warp_specialize(
         [

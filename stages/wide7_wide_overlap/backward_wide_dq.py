@@ -56,8 +56,7 @@ class Queries(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, VALUE_DIM]
-    q_full: gl.shared_memory_descriptor  # a barrier for each consumer: its Q has arrived
-    do_full: gl.shared_memory_descriptor  # a barrier for each consumer: its dO has arrived
+    full: gl.shared_memory_descriptor  # a barrier for each consumer: its Q and dO have arrived
 
 
 class KeyRing(NamedTuple):
@@ -112,12 +111,13 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
 @gluon.jit
 def _dq_producer(tensors, tile, queries, ring):
     """Run on one warp: load Q and dO of a query tile, and K and V of all key tiles that it sees, the last one first."""
+    # This warp alone waits for free buffers. So the consumers never wait for each other: while one computes exponentials, the
+    # other can use the tensor cores.
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
-        mbarrier.expect(queries.q_full.index(w), tensors.q.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.q, where, queries.q_full.index(w), queries.q.index(w))
-        mbarrier.expect(queries.do_full.index(w), tensors.do.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.do, where, queries.do_full.index(w), queries.do.index(w))
+        mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes + tensors.do.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
+        tma.async_copy_global_to_shared(tensors.do, where, queries.full.index(w), queries.do.index(w))
     for step in range(tile.steps):
         where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
         slot = wait_empty(ring.k_empty, step)
@@ -134,7 +134,8 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, wgmma_layout(ROWS, ROWS))
     slot = wait_full(full, step)
     if buffers.shape[0] == 1:
-        slot = step // 2**24  # 0, but ptxas does not know. Otherwise it would keep too many addresses in registers, and spill.
+        # 0, but ptxas does not know. If it kept V's addresses in registers, a consumer's 240 registers would not suffice.
+        slot = step // 2**24
     return warpgroup_mma(a, matrix(buffers.index(slot)).permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
@@ -157,7 +158,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     dq_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
     start_m = tile.start_m + w * ROWS
-    unseen = 0  # number of steps at the start whose keys only the other consumer's rows see
+    # Each consumer computes only the steps whose keys its own rows see. The first steps may be the other consumer's alone.
+    unseen = 0  # number of those first steps
     if CAUSAL:
         unseen = gl.maximum(tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
     stats = _row_stats(tensors, tile, problem, start_m, ROWS, gl.SliceLayout(1, s_layout), CAUSAL)
@@ -165,28 +167,27 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     q = matrix(queries.q.index(w))
     do = matrix(queries.do.index(w))
     for step in range(unseen):
+        # Release K and V unread. Without these waits, the next wait would take an earlier phase for its own.
+        wait_full(ring.k_full, step)
         signal(ring.k_empty, step)
-        # Without this wait, the next wait for V would return at once, because an earlier phase has the same parity. K needs
-        # no such wait, because V's waits imply that K's slot was full.
         wait_full(ring.v_full, step)
         signal(ring.v_empty, step)
-    mbarrier.wait(queries.q_full.index(w), 0)
+    mbarrier.wait(queries.full.index(w), 0)
     s = _matmul(q, ring.k, ring.k_full, unseen)
-    mbarrier.wait(queries.do_full.index(w), 0)
     dp = _matmul(do, ring.v, ring.v_full, unseen)
     s = warpgroup_mma_wait(1, [s])  # [queries, keys]
     ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - unseen) * ROWS).to(ring.k.dtype)
     signal(ring.v_empty, unseen)
     for step in range(unseen + 1, tile.steps):
-        # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last, so that the next V can
-        # arrive in V's only buffer.
+        # The matmul for dQ and the next S run back to back, so that the tensor cores do not idle while this consumer waits for
+        # one and starts the other. The next dP follows, because the next V must first arrive in V's only slot.
         slot, _ = slot_and_phase(step - 1, K_STAGES)
         k = matrix(ring.k.index(slot))
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)  # dQ += dS K
         s = _matmul(q, ring.k, ring.k_full, step)
         dq = warpgroup_mma_wait(1, [dq])
         signal(ring.k_empty, step - 1)
-        dp = _matmul(do, ring.v, ring.v_full, step)  # dP takes the previous dS's registers
+        dp = _matmul(do, ring.v, ring.v_full, step)  # after dQ's matmul: dP takes dS's registers
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _compute_ds(s, dp, stats, problem.scale * LOG2_E, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         signal(ring.v_empty, step)
@@ -211,15 +212,14 @@ def _wide_dq_kernel(
     do_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], do_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
-    q_full = new_barriers(CONSUMERS, 1)
-    do_full = new_barriers(CONSUMERS, 1)
+    full = new_barriers(CONSUMERS, 1)
     k_full, k_empty = new_ring(K_STAGES, 1, CONSUMERS)
     v_full, v_empty = new_ring(V_STAGES, 1, CONSUMERS)
 
     tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _work_tile(problem, CONSUMERS * ROWS, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
-    queries = Queries(q_s, do_s, q_full, do_full)
+    queries = Queries(q_s, do_s, full)
     ring = KeyRing(k_s, v_s, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [

@@ -117,7 +117,7 @@ def _accumulate(
         if MODE == "guess":
             l_capped = l_capped + gl.minimum(sums, CAP)
         if CONSUMERS == 2:
-            acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials
+            acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials (with a guess: many)
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE == "again":
             acc = acc * per_row(rescale, acc_layout)

@@ -1,5 +1,7 @@
-"""A forward with a guessed maximum, which is checked afterwards (FlashDecoding++, arXiv 2311.01282, section 3), in Gluon, for
-Hopper.
+"""A forward that guesses each row's maximum from the scores that it computes first, and checks the guess afterwards
+(FlashDecoding++, arXiv 2311.01282, section 3), in Gluon, for Hopper.
+
+While guesses hold, no step waits for a maximum, and nothing is rescaled. A second launch computes the tiles whose guess failed.
 """
 
 from typing import NamedTuple
@@ -9,7 +11,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.kernels.hopper import (
     LOG2_E,
@@ -145,15 +146,17 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, l_capped, number, tensors):
-    """Flag tile `number` as failed if P or a sum has overflowed, or if a few keys far above the guess dominate a row.
+    """Flag tile `number` as failed if its guess was too low: P or a sum has overflowed, or a few keys far above the guess
+    dominate a row.
 
-    Each P is rounded for the matmul with V, but not for the sum l. With a running maximum, a row's largest P is 1, which is
-    exact. A larger P that dominates its row leaves its rounding error in O, and with it in dP - delta in the backward, where
-    both should cancel. Such a P also dominates l. `l_capped` is the same sum, except that a thread's share of a key tile counts
-    at most CAP. So l far above `l_capped` shows that few keys dominate.
+    Such keys do harm without overflow, too. P is rounded for the matmul with V, but not for the sum l. With a running maximum,
+    a key that dominates has P = 1, which is exact. With a guess, its rounding error stays in O. In the backward, dP - delta
+    should nearly cancel, and this error remains. `l_capped` finds such rows: it sums P like l, but counts at most CAP of a
+    thread's share of a key tile. So l is far above `l_capped` only if few keys dominate.
     """
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    LIMIT: gl.constexpr = 256.0 if tensors.q.dtype == gl.float16 else 32.0  # float16 rounds 8 times as finely as bfloat16
+    # LIMIT times P's relative rounding error (float16: 2^-12, bfloat16: 2^-9) is 1/16.
+    LIMIT: gl.constexpr = 256.0 if tensors.q.dtype == gl.float16 else 32.0
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     fails = fails | gl.convert_layout(l >= LIMIT * l_capped, of_rows)
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -254,12 +257,9 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
-    if MODE == "guess":
-        gdc_launch_dependents()  # once all CTAs of this launch are here, the second launch may start
-    else:
-        gdc_wait()  # wait until the first launch has ended
+    if MODE == "again":
         if gl.load(_state(state_ptr).any_failed) == 0:
-            return
+            return  # the usual case: all guesses hold
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
@@ -334,12 +334,11 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
     programs = min(tiles, num_sms())
     state = lse.new_zeros(2 + tiles, dtype=torch.int32)  # see `State`
-    descriptors = describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64)
     for mode in ("guess", "again"):  # the second launch computes the tiles that fail in the first
         _forward_kernel[programs,](
-            *descriptors, out_ptr, lse, state, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+            describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,
+            lse, state, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
-            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode == "again",
+            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
         )  # fmt: skip
     return out, lse

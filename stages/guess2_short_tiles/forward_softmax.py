@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from common.kernels.hopper import ROWS, matrix, per_row, signal, slot_and_phase, wait_full, wgmma_layout
 
-CAP = gl.constexpr(8.0)  # in `l_capped`, a thread's share of a row in a key tile counts at most this much
+CAP = gl.constexpr(8.0)  # `l_capped`, which shows whether few keys dominate a row, counts at most this much of a thread's sum
 
 
 @gluon.jit
@@ -46,6 +46,9 @@ def _accumulate(
     CONSUMERS: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Run a consumer's softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being computed.
+
+    If MODE is "guess", m stays what these first scores give. A softmax may subtract any number m from a row's scores, unless P
+    overflows. So the loop has no row maximum to wait for, and neither l nor acc to rescale.
 
     Returns acc, m (maximum), l (sum) and l_capped (see `_check`). The matmul P V of the tile visited last is still in flight.
     """
@@ -92,7 +95,7 @@ def _accumulate(
         if MODE == "guess":
             l_capped = l_capped + gl.minimum(sums, CAP)
         if CONSUMERS == 2:
-            acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before many of the exponentials
+            acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials (with a guess: many)
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE == "again":
             acc = acc * per_row(rescale, acc_layout)

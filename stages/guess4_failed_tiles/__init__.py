@@ -1,4 +1,4 @@
-"""Failed tiles are shared out evenly, and run with longer key tiles."""
+"""Failed tiles are shared out evenly."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -51,9 +51,9 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """Tile numbers that the producer passes on to the consumers."""
+    """Tile numbers that the producer passes on to the consumers. So only one warp searches for failed tiles."""
 
-    number: gl.shared_memory_descriptor  # [Q_STAGES + 1, 1]; the last slot has a CTA's first tile, if the producer must find it
+    number: gl.shared_memory_descriptor  # [Q_STAGES + 1, 1]; the last slot has a CTA's first tile
     full: gl.shared_memory_descriptor  # barriers, producer → consumers: the number has been written
 
 
@@ -95,7 +95,10 @@ def _add(a, b):
 @gluon.jit
 def _next_failed(number, skip, tiles, state):
     """Search the tiles from `number` to `tiles` - 1. Skip `skip` failed tiles and return the number of the next failed tile, or
-    a number of at least `tiles` if no tile is left."""
+    a number of at least `tiles` if no tile is left.
+
+    If N CTAs take each N-th failed tile, they get equally many, up to one, even if failed tiles lie close together.
+    """
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (skip >= 0) & (number < tiles):
         failed = gl.load(state.tile_failed + number + offs, mask=number + offs < tiles, other=0)

@@ -1,5 +1,7 @@
-"""A forward with a guessed maximum, which is checked afterwards (FlashDecoding++, arXiv 2311.01282, section 3), in Gluon, for
-Hopper.
+"""A forward that guesses each row's maximum from the scores that it computes first, and checks the guess afterwards
+(FlashDecoding++, arXiv 2311.01282, section 3), in Gluon, for Hopper.
+
+While guesses hold, no step waits for a maximum, and nothing is rescaled. A second launch computes the tiles whose guess failed.
 """
 
 from typing import NamedTuple
@@ -156,14 +158,14 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         if MODE == "guess":
             if turn == 0:
-                gdc_wait()  # wait for the samples, while Q and K load
-            stops = _often_failed(number, tiles, state)
+                gdc_wait()  # wait for the samples only here, while this tile's Q and K load
+            stops = _often_failed(number, state)
             if turn == 0:
                 _pass_on(gl.where(stops, tiles, number), next_tiles, Q_STAGES)
-                if stops:
+                if stops:  # most guesses would fail, so this CTA computes no tile
                     _leave(number, state)
-                    key_tiles = 0
-                    for w in gl.static_range(CONSUMERS):  # no consumer waits for these loads, so the producer does
+                    key_tiles = 0  # load no more
+                    for w in gl.static_range(CONSUMERS):  # no consumer waits for these loads, which end before the CTA may end
                         mbarrier.wait(queries.full.index(w), 0)
                     mbarrier.wait(ring.full.index(0), 0)
         if MODE == "again":
@@ -188,15 +190,17 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, l_capped, number, tensors):
-    """Flag tile `number` as failed if P or a sum has overflowed, or if a few keys far above the guess dominate a row.
+    """Flag tile `number` as failed if its guess was too low: P or a sum has overflowed, or a few keys far above the guess
+    dominate a row.
 
-    Each P is rounded for the matmul with V, but not for the sum l. With a running maximum, a row's largest P is 1, which is
-    exact. A larger P that dominates its row leaves its rounding error in O, and with it in dP - delta in the backward, where
-    both should cancel. Such a P also dominates l. `l_capped` is the same sum, except that a thread's share of a key tile counts
-    at most CAP. So l far above `l_capped` shows that few keys dominate.
+    Such keys do harm without overflow, too. P is rounded for the matmul with V, but not for the sum l. With a running maximum,
+    a key that dominates has P = 1, which is exact. With a guess, its rounding error stays in O. In the backward, dP - delta
+    should nearly cancel, and this error remains. `l_capped` finds such rows: it sums P like l, but counts at most CAP of a
+    thread's share of a key tile. So l is far above `l_capped` only if few keys dominate.
     """
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    LIMIT: gl.constexpr = 256.0 if tensors.q.dtype == gl.float16 else 32.0  # float16 rounds 8 times as finely as bfloat16
+    # LIMIT times P's relative rounding error (float16: 2^-12, bfloat16: 2^-9) is 1/16.
+    LIMIT: gl.constexpr = 256.0 if tensors.q.dtype == gl.float16 else 32.0
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     fails = fails | gl.convert_layout(l >= LIMIT * l_capped, of_rows)
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -299,11 +303,11 @@ def _forward_kernel(
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
     if MODE == "guess":
-        gdc_launch_dependents()  # once all CTAs of this launch are here, the second launch may start
+        gdc_launch_dependents()  # the second launch may start its setup before this launch ends
     elif MODE == "again":
         gdc_wait()  # wait until the first launch has ended
         if gl.load(_state(state_ptr).any_failed) == 0:
-            return
+            return  # the usual case: all guesses hold
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
@@ -363,12 +367,13 @@ class Shape(NamedTuple):
 
 
 # TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.
-# At D = 128, key tiles are short: fewer of their scores are masked, and a guess rescales nothing for each tile.
+# A guess rescales nothing for each key tile, so short key tiles cost no more. At the diagonal, they have fewer masked scores.
+# Also, a short slot is free for the next load sooner.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=4, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
-# Failed tiles run again with a running maximum, for which longer key tiles are faster.
+# A running maximum rescales O for each key tile, so fewer and longer key tiles suit it.
 TILES_AGAIN = TILES | {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
 # Without a mask, a shape of UNMASKED replaces one of TILES if the busiest CTA then gets at most MORE_ROWS times as many rows.
 # It has no room for buffers of O, so O must fit into the buffers of Q.
@@ -414,10 +419,11 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     programs = min(tiles, num_sms())
     launches, state = [("running", first)], None
     if not is_short(tiles, seq_q, seq_k, diagonal, causal, first, width, num_sms()):
-        # The second launch computes the tiles that the first leaves. A tile's number means the same rows in
-        # both.
+        # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both. With
+        # `launch_pdl`, a launch does its setup while the launch before it ends. So samples, and a second launch without tiles,
+        # cost little time.
         launches = [("guess", first), ("again", again)]
-        state = lse.new_empty(2 + LATELY.value + tiles, dtype=torch.int32)  # see `State`
+        state = lse.new_empty(2 + LATELY.value + tiles, dtype=torch.int32)  # see `State`; `_sample_kernel` zeroes it
         _sample_kernel[min(LATELY.value, num_sms()),](
             describe_tile(q, 64), describe_tile(k, first.keys), describe_tile(k, FIRST_KEYS), state, scale, SAMPLE_LIMIT,
             batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,

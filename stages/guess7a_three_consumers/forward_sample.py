@@ -1,4 +1,7 @@
-"""The kernel that samples scores, which predict before the first tile whether most guesses would fail."""
+"""The kernel that samples scores, which predict before the first tile whether most guesses would fail.
+
+Without this prediction, each CTA would compute about two tiles in vain before the flags of failed tiles make it stop.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,8 +38,10 @@ def _sample_kernel(
     BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Test guesses on samples, spread over all tiles. Each CTA guesses the maxima of a consumer's 64 rows, and tests the guess
-    with two key tiles. The sample fails if P of one of these keys exceeds 2^limit. All samples together have LATELY flags. Also
-    zero the counter and the flags of the tiles."""
+    with two key tiles. The sample fails if P of one of these keys exceeds 2^limit. All samples together have LATELY flags.
+
+    The kernel also zeroes the counter and the flags of the tiles. This needs a launch in any case, so sampling adds none.
+    """
     gdc_launch_dependents()  # the next launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]

@@ -23,7 +23,7 @@ class State(NamedTuple):
 
     counter: gl.tensor  # tiles taken so far, except each CTA's first tile
     any_failed: gl.tensor  # 1 if the second launch has work
-    sample_failed: gl.tensor  # LATELY flags of samples
+    sample_failed: gl.tensor  # LATELY flags of samples, directly before those of the tiles
     tile_failed: gl.tensor  # a flag for each tile
 
 
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """Tile numbers that the producer passes on to the consumers."""
+    """Tile numbers that the producer passes on to the consumers. So only one warp searches for failed tiles."""
 
     number: gl.shared_memory_descriptor  # [Q_STAGES + 1, 1]; the last slot has a CTA's first tile
     full: gl.shared_memory_descriptor  # barriers, producer → consumers: the number has been written
@@ -96,7 +96,10 @@ def _add(a, b):
 @gluon.jit
 def _next_failed(number, skip, tiles, state):
     """Search the tiles from `number` to `tiles` - 1. Skip `skip` failed tiles and return the number of the next failed tile, or
-    a number of at least `tiles` if no tile is left."""
+    a number of at least `tiles` if no tile is left.
+
+    If N CTAs take each N-th failed tile, they get equally many, up to one, even if failed tiles lie close together.
+    """
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (skip >= 0) & (number < tiles):
         failed = gl.load(state.tile_failed + number + offs, mask=number + offs < tiles, other=0)
@@ -123,17 +126,18 @@ def _next_again(failed, skip, started, state):
 
 
 @gluon.jit
-def _often_failed(number, tiles, state):
+def _often_failed(number, state):
     """Return whether more than a quarter of LATELY earlier tiles failed. The latest LATELY tiles do not count, because they may
     still run. For the first tiles, the samples count as earlier tiles."""
+    # The samples' flags lie directly before the tiles' flags. So this window slides from the ones to the others.
     before = gl.maximum(number + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
-    failed = gl.load(state.sample_failed + before, mask=before - LATELY < tiles, other=0, volatile=True)
+    failed = gl.load(state.sample_failed + before, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY
 
 
 @gluon.jit
 def _leave(number, state):
-    """Leave a tile to the second launch, as if it had failed."""
+    """Leave a tile that has not begun to the second launch, as if it had failed."""
     gl.store(state.any_failed, 1)
     gl.store(state.tile_failed + number, 1)
 

@@ -101,13 +101,12 @@ def _wide_consumer(tensors, tile, kv, ring, ds_s, dq_s, problem, GRADIENT: gl.co
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     COLUMNS: gl.constexpr = kv.v.shape[3] if GRADIENT == "dv" else kv.k.shape[3]
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
-    acc_layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     # The first query that sees each key. For a key past the end, it is 2**30: p may be infinite, and infinity times 0 is NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout)  # dV or dK
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, wgmma_layout(ROWS, COLUMNS))  # dV or dK
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     mbarrier.wait(kv.full.index(0), 0)
     for step in range(tile.steps):
         _, number, row = _query_tile(step, tile)
@@ -159,13 +158,12 @@ def _wide_dkv_kernel(
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [ROWS, BLOCK_M], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
     q_full, empty = new_ring(STAGES, 1, CONSUMERS)
-    do_full = new_barriers(STAGES, 1)
 
     tensors = WideTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     kv = KeyTile(k_s, v_s, new_barriers(1, 1))
-    ring = StepRing(q_s, do_s, stats_s, q_full, do_full, empty)
+    ring = StepRing(q_s, do_s, stats_s, q_full, new_barriers(STAGES, 1), empty)
     gl.warp_specialize(
         [
             (_wide_consumer, (tensors, tile, kv, ring, ds_s, dq_s, problem, "dv", CAUSAL)),

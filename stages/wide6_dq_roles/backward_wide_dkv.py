@@ -184,14 +184,13 @@ def _wide_dkv_kernel(
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
     q_full, empty = new_ring(STAGES, 1, CONSUMERS)
-    do_full = new_barriers(STAGES, 1)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
     tensors = WideTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     kv = KeyTile(k_s, v_s, new_barriers(1, 1))
-    ring = StepRing(q_s, do_s, stats_s, q_full, do_full, empty)
+    ring = StepRing(q_s, do_s, stats_s, q_full, new_barriers(STAGES, 1), empty)
     p_ring = PRing(p_s, p_full)
     gl.warp_specialize(
         [

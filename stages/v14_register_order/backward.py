@@ -98,15 +98,16 @@ def _add_dq(tensors, ds_ring, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
     for part in gl.static_range(PARTS):
         ds_t = ds_ring.ds.index(0).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
         k = matrix(kv.k.index(0)).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
-        dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)  # dQ += dS K
+        dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)  # dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
-        # bank conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. A warp writes 512
+        # consecutive bytes, so it has no bank conflicts. Rows would put several threads on the same bank.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
-        tma.store_wait(PARTS - 1)
+        tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
         async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))

@@ -110,7 +110,8 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
+    # limits the registers that a part takes.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -203,8 +204,8 @@ def _producer(tensors, tile, kv, ring):
 
 @gluon.jit
 def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers. The two consumers
-    do not wait for each other, so one's matmuls run while the other computes P and dS."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers.
+    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]

@@ -110,7 +110,8 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
+    # limits the registers that a part takes.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):

@@ -114,7 +114,8 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
+    # limits the registers that a part takes.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -291,8 +292,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile. The two consumers do not wait for each other, so
-    one's matmuls run while the other computes P and dS."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile.
+    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]

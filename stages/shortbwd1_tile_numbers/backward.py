@@ -192,7 +192,6 @@ def _load_kv(tensors, tile, kv):
 @gluon.jit
 def _store_dkv(tensors, tile, kv):
     """Store dK and dV of a tile when they are ready, and wait until their buffers are free."""
-    # No tile is left to load, so the producer stores the gradients: dV leaves while the consumers still write dK.
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(kv.dv_full.index(w), 0)
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]

@@ -176,7 +176,7 @@ def _producer(tensors, tile, kv, ring):
     tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(0))
     for step in range(tile.steps):
         _load(tensors, tile, ring, step)
-    # No tile is left to load, so the producer stores the gradients: dV leaves while the consumers still write dK.
+    # No tile is left to load, so the producer stores the gradients: dV leaves while the consumer still writes dK.
     mbarrier.wait(kv.dv_full.index(0), 0)
     tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(0))
     mbarrier.wait(kv.dk_full.index(0), 0)

@@ -189,7 +189,6 @@ def _producer(tensors, tile, kv, ring):
         tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(w))
     for step in range(tile.steps):
         _load(tensors, tile, ring, step)
-    # No tile is left to load, so the producer stores the gradients: dV leaves while the consumers still write dK.
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(kv.dv_full.index(w), 0)
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]

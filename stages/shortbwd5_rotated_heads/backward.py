@@ -114,6 +114,8 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
+    # limits the registers that a part takes.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -122,10 +124,10 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
             k = k.slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        if part == PARTS - 1:
+        if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
-        # bank conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. A warp writes 512
+        # consecutive bytes, so it has no bank conflicts. Rows would put several threads on the same bank.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         mbarrier.wait(dq_parts.empty.index(part), dq_phase ^ 1)
         dq_parts.dq.index(part).store(dq.reshape([dq_parts.dq.shape[1], dq_parts.dq.shape[2]]))
@@ -263,7 +265,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     v = matrix(kv.v.index(kv_slot * CONSUMERS + w))
     scale_log2 = problem.scale * LOG2_E
     mbarrier.wait(kv.full.index(kv_slot), kv_phase)
-    # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
+    # With a causal mask, the first query tiles may see only the first consumer's keys. The second consumer has its own pace, so
+    # it skips them. It only hands over dS = 0, because dQ's warpgroup waits for the dS of both.
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(fill + step, STAGES)
@@ -278,12 +281,11 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, MASKED=True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, MASKED=False)
 
-    # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until the
-    # last dQ is computed.
+    # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
-    wait_full(ds_ring.empty, fill + tile.steps - 1)
+    wait_full(ds_ring.empty, fill + tile.steps - 1)  # dQ's warpgroup has read K for the last time
     k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
@@ -291,7 +293,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile.
+    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -308,7 +311,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
 
 @gluon.jit
 def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dQ from the consumers' dS."""
+    """Run on a warpgroup: compute dQ from the consumers' dS, so that the consumers wait neither for dQ's matmul nor for TMA."""
     STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -389,7 +392,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
+    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA

@@ -57,8 +57,8 @@ class KeysValues(NamedTuple):
     k: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
-    dk_full: gl.shared_memory_descriptor  # a barrier: dK is where K was
-    dv_full: gl.shared_memory_descriptor  # a barrier: dV is where V was
+    dk_full: gl.shared_memory_descriptor  # barriers, consumer → producer: dK is where K was
+    dv_full: gl.shared_memory_descriptor  # barriers, consumer → producer: dV is where V was
 
 
 class Ring(NamedTuple):
@@ -102,15 +102,17 @@ def _add_dq(tensors, ds_ring, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
+    # limits the registers that a part takes.
     for part in gl.static_range(PARTS):
         ds_t = ds_ring.ds.index(0).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
         k = matrix(kv.k.index(0)).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
-        dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)  # dQ += dS K
+        dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)  # dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
-        # bank conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. A warp writes 512
+        # consecutive bytes, so it has no bank conflicts. Rows would put several threads on the same bank.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
-        tma.store_wait(PARTS - 1)
+        tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
         async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
@@ -174,6 +176,7 @@ def _producer(tensors, tile, kv, ring):
     tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(0))
     for step in range(tile.steps):
         _load(tensors, tile, ring, step)
+    # No tile is left to load, so the producer stores the gradients: dV leaves while the consumer still writes dK.
     mbarrier.wait(kv.dv_full.index(0), 0)
     tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(0))
     mbarrier.wait(kv.dk_full.index(0), 0)
@@ -244,7 +247,7 @@ def _backward_kernel(
             (_producer, (tensors, tile, kv, ring)),
         ],
         [1],
-        [24],
+        [24],  # registers: 3 × maxnreg = 504 = 2 × 240 (the consumer's two warpgroups get the rest) + 24
     )
 
 
@@ -261,7 +264,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = head_dim  # dQ leaves a CTA in parts of 64 rows and this many columns
+    columns = head_dim  # dQ leaves a CTA in parts of 64 rows and this many columns: at most 32 registers per thread
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
@@ -274,8 +277,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 128), describe_tile(dv, 128), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8,
-        maxnreg=168,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8, maxnreg=168,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
         sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,

@@ -76,7 +76,10 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator.
+
+    dS has STAGES slots, so the consumers can compute a step's dS while dQ's warpgroup reads that of the step before.
+    """
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
@@ -107,6 +110,8 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
+    # limits the registers that a part takes.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -114,12 +119,12 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
             k = matrix(kv.k.index(w)).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)  # dQ += dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        if part == PARTS - 1:
+        if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
-        # bank conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. A warp writes 512
+        # consecutive bytes, so it has no bank conflicts. Rows would put several threads on the same bank.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
-        tma.store_wait(PARTS - 1)
+        tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
         async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
@@ -198,7 +203,8 @@ def _producer(tensors, tile, kv, ring):
 
 @gluon.jit
 def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers.
+    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -212,7 +218,8 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     v = matrix(kv.v.index(w))
     scale_log2 = problem.scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
+    # With a causal mask, the first query tiles may see only the first consumer's keys. The second consumer has its own pace, so
+    # it skips them. It only hands over dS = 0, because dQ's warpgroup waits for the dS of both.
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
@@ -227,12 +234,11 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, MASKED=True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, MASKED=False)
 
-    # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until the
-    # last dQ is computed.
+    # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
-    wait_full(ds_ring.empty, tile.steps - 1)
+    wait_full(ds_ring.empty, tile.steps - 1)  # dQ's warpgroup has read K for the last time
     k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(w), count=1)
@@ -240,7 +246,7 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
 
 @gluon.jit
 def _dq_consumer(tensors, tile, kv, ds_ring):
-    """Run on a warpgroup: compute dQ from the consumers' dS."""
+    """Run on a warpgroup: compute dQ from the consumers' dS, so that the consumers wait neither for dQ's matmul nor for TMA."""
     STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
@@ -302,7 +308,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
+    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)

@@ -1,4 +1,4 @@
-"""At D = 128, a guess gets key tiles of 64 keys, not 128."""
+"""At D = 128, guesses get key tiles of 64 keys."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -28,10 +28,11 @@ def taken(tiles, heads, *arguments):
 @pytest.mark.filterwarnings("error")  # on the interpreter, numpy warns if a kernel divides by zero
 @pytest.mark.parametrize(
     ("causal", "heads_in_share", "group"),
-    [(False, 16, 1), (True, 0.99, 1), (True, 1, 1), (True, 3, 3), (True, 7, 7), (True, 100, 7)],
+    [(False, 16, 1), (True, 0.99, 1), (True, 1, 1), (True, 2, 3), (True, 3, 4), (True, 4, 7), (True, 7, 7), (True, 100, 7)],
 )
 def test_programs_go_through_a_group_of_heads_longest_tile_first(causal, heads_in_share, group):
-    """Without a causal mask, and if a head is larger than the L2 cache's share, a group has one head."""
+    """Without a causal mask, and if a head is larger than the L2 cache's share, a group has one head. No group is much smaller
+    than the others: the share sets the number of groups, and they divide the heads."""
     groups = [range(first, min(first + group, HEADS)) for first in range(0, HEADS, group)]
     expected = [(tile, head) for heads in groups for tile in range(TILES) for head in heads]
     assert taken(TILES, HEADS, SEQ, ROW_BYTES, causal, int(heads_in_share * SEQ * ROW_BYTES)) == expected

@@ -19,8 +19,8 @@ from common.runtime import DEVICE, Device, interpreted_as
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")
 
-HEADS, SEQ, HEAD_DIM = 3, 270, 128  # at D = 128, query tiles have 128 rows; at D = 16, they may have 256
-GROUP = 2  # number of heads in a group; the 3 heads do not fill whole groups
+HEADS, SEQ, HEAD_DIM = 5, 270, 128  # at D = 128, query tiles have 128 rows; at D = 16, they may have 256
+GROUP = 3  # number of heads in a group: the cache holds two heads, so the 5 heads form two groups
 KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # number of bytes of a head's K and V
 
 
@@ -43,7 +43,7 @@ def set_share(monkeypatch, function, share):
 @pytest.fixture(params=ORDERED)
 def ordered(request, monkeypatch):
     """A stage with an order of tiles, on a pretended GPU with one SM. The L2 cache holds K and V of two heads."""
-    set_share(monkeypatch, order.tile_and_head, GROUP * KV_BYTES)
+    set_share(monkeypatch, order.tile_and_head, 2 * KV_BYTES)
     set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # the tiles of many rows, and no splits
     monkeypatch.setattr(recording, "is_watched", lambda: True)
     with interpreted_as(Device(num_sms=1)):

@@ -38,7 +38,7 @@ from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, _query_tile, _tile
 from .backward_writer import DqParts, _dq_writer
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
 
 
 class Tensors(NamedTuple):
@@ -78,7 +78,7 @@ class Ring(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]: log2(e) * LSE and delta, loaded ahead, so no step waits for them
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
     empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
@@ -286,7 +286,7 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
     wait_full(ds_ring.empty, fill + tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
 

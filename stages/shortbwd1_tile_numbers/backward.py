@@ -1,4 +1,8 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. The consumers wait neither for each other nor
+for dQ. So one consumer's matmuls run while the other computes P and dS.
+"""
 
 from typing import NamedTuple
 

@@ -63,7 +63,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
-    first = 0  # the first query tile that sees one of these keys
+    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     # Number of query tiles, from `first` on, that need a mask. With two slots of K and V, ptxas (CUDA 12.8) computes a slot's
     # addresses only in the loop over masked tiles. So at least one tile is masked. Otherwise, the loop over the other tiles
     # would use undefined addresses.

@@ -92,7 +92,7 @@ def _backward_kernel(
 
     k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
-    scale_log2 = problem.scale * LOG2_E
+    scale_log2 = scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
@@ -106,7 +106,7 @@ def _backward_kernel(
         HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
     )  # fmt: skip
 
-    dk *= problem.scale
+    dk *= scale
     dk_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dk.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
     dv_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 

@@ -1,4 +1,8 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. The consumers wait neither for each other nor
+for dQ. So one consumer's matmuls run while the other computes P and dS.
+"""
 
 from typing import NamedTuple
 
@@ -179,7 +183,7 @@ def _accumulate(
 
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
-    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
+    """Run on one warp: load K and V, then Q and dO through a ring, and store dK and dV. So consumers need no descriptors."""
     # NOTE: the consumers idle until K and V arrive; shortbwd3 loads K and V while the previous tile is computed.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
@@ -188,7 +192,6 @@ def _producer(tensors, tile, kv, ring):
         tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(w))
     for step in range(tile.steps):
         _load(tensors, tile, ring, step)
-    # The producer stores the gradients, so the consumers hold no descriptors or coordinates in their registers.
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(kv.dv_full.index(w), 0)
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
@@ -202,8 +205,7 @@ def _producer(tensors, tile, kv, ring):
 
 @gluon.jit
 def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers.
-    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]

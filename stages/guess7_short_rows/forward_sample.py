@@ -31,7 +31,7 @@ def _clear(sample, samples, tiles, state):
         gl.store(state.tile_failed + sample * share + offs, gl.zeros([LOOKED_AT], gl.int32, layout), mask=own)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _sample_kernel(
     q_desc, k_desc, first_desc, state_ptr, scale, limit,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,

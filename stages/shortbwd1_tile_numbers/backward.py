@@ -1,4 +1,8 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. The consumers wait neither for each other nor
+for dQ. So one consumer's matmuls run while the other computes P and dS.
+"""
 
 from typing import NamedTuple
 
@@ -38,7 +42,7 @@ from stages.v6_tile_order.backward import backward as backward_of_v6
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
 
 
 class Tensors(NamedTuple):
@@ -69,7 +73,7 @@ class Ring(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]: log2(e) * LSE and delta, loaded ahead, so no step waits for them
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
     empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
@@ -82,7 +86,7 @@ class DsRing(NamedTuple):
     """
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
-    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
     full: gl.shared_memory_descriptor  # barriers, consumers → dQ's warpgroup: dS has been written
     empty: gl.shared_memory_descriptor  # barriers, dQ's warpgroup → consumers: dS has been read
 
@@ -132,8 +136,7 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
 
 @gluon.jit
 def _accumulate(
-    dk, dv, k, v, scale_log2, tile, ring, ds_ring, lo, hi,
-    w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    dk, dv, k, v, scale_log2, tile, ring, ds_ring, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
     transposed, so that they enter the matmuls for dV and dK from registers."""
@@ -259,7 +262,7 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.c
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
     wait_full(ds_ring.empty, tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(w), count=1)
 

@@ -14,7 +14,7 @@ from .backward_scheduler import _next, _query_tile, _tile
 class DqParts(NamedTuple):
     """A step's dQ in shared memory, in parts."""
 
-    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
     full: gl.shared_memory_descriptor  # a barrier for each part: the part has been written
     empty: gl.shared_memory_descriptor  # a barrier for each part: TMA has read the part
 

@@ -1,4 +1,8 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. The consumers wait neither for each other nor
+for dQ. So one consumer's matmuls run while the other computes P and dS.
+"""
 
 from typing import NamedTuple
 
@@ -38,7 +42,7 @@ from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, _query_tile, _tile
 from .backward_writer import DqParts, _dq_writer
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
 
 
 class Tensors(NamedTuple):
@@ -79,7 +83,7 @@ class Ring(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]: log2(e) * LSE and delta, loaded ahead, so no step waits for them
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
     empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
@@ -287,15 +291,14 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
     wait_full(ds_ring.empty, fill + tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
 
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile.
-    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]

@@ -23,7 +23,7 @@ STORED = gl.constexpr(2**30)  # added to a query tile's number of tickets when i
 class DqParts(NamedTuple):
     """A step's dQ in shared memory, in parts."""
 
-    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
     full: gl.shared_memory_descriptor  # a barrier for each part: the part has been written
     empty: gl.shared_memory_descriptor  # a barrier for each part: TMA has read the part
 

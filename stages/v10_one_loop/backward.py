@@ -1,7 +1,11 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory.
 
+S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of tiles takes five matmuls. With a separate kernel
+for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
+
 The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
-take the tiles of all heads. Loads can run ahead from head to head: a ring of buffers runs empty only at the end of a loop.
+take the tiles of all heads. Loads can run ahead from head to head: a ring of buffers runs empty only at the end of a loop. The
+numbers from which a step finds its head and query tile are a `Tile` (`backward_scheduler.py`).
 """
 
 import torch
@@ -88,7 +92,7 @@ def _backward_kernel(
 
     k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
-    scale_log2 = problem.scale * LOG2_E
+    scale_log2 = scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
@@ -102,7 +106,7 @@ def _backward_kernel(
         HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
     )  # fmt: skip
 
-    dk *= problem.scale
+    dk *= scale
     dk_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dk.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
     dv_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 

@@ -1,6 +1,7 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
 In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
+A consumer is a warp that computes with what TMA loads. Here, all warps are consumers.
 """
 
 from typing import NamedTuple
@@ -159,7 +160,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
-    """Run on all warps: compute the CTA's part of the gradients from what TMA loads."""
+    """Compute the CTA's part of the gradients from what TMA loads."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -181,13 +182,13 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k.index(0))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,

@@ -1,6 +1,7 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
 In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
+A consumer is a warp that computes with what TMA loads. Here, all warps are consumers.
 """
 
 from typing import NamedTuple
@@ -36,7 +37,7 @@ from stages.v6_tile_order.backward import backward as backward_of_v6
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import BLOCK_N, Problem, _query_tile, _tile
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
 
 
 class Tensors(NamedTuple):
@@ -65,7 +66,7 @@ class Ring(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]: log2(e) * LSE and delta, loaded ahead, so no step waits for them
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
 
@@ -74,7 +75,7 @@ class DsRing(NamedTuple):
     """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
-    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
 
 
 @gluon.jit
@@ -169,7 +170,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
-    """Run on all warps: compute the CTA's part of the gradients from what TMA loads."""
+    """Compute the CTA's part of the gradients from what TMA loads."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -191,13 +192,13 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k.index(0))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,

@@ -35,7 +35,7 @@ from stages.v6_tile_order.backward import backward as backward_of_v6
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import BLOCK_N, Problem, _query_tile, _tile
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
 
 
 class Tensors(NamedTuple):
@@ -57,8 +57,6 @@ class KeysValues(NamedTuple):
     k: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: K and V have arrived
-    dk_full: gl.shared_memory_descriptor  # barriers, consumer → producer: dK is where K was
-    dv_full: gl.shared_memory_descriptor  # barriers, consumer → producer: dV is where V was
 
 
 class Ring(NamedTuple):
@@ -66,7 +64,7 @@ class Ring(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]: log2(e) * LSE and delta, loaded ahead, so no step waits for them
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
     empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
@@ -76,7 +74,7 @@ class DsRing(NamedTuple):
     """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
-    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
 
 
 @gluon.jit
@@ -169,24 +167,18 @@ def _accumulate(
 
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
-    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
+    """Run on one warp: load K and V once, and Q and dO through a ring, so that the other warps only compute."""
     where = [tile.batch, tile.kv_head, tile.start_n, 0]
     mbarrier.expect(kv.full.index(0), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k.index(0))
     tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(0))
     for step in range(tile.steps):
         _load(tensors, tile, ring, step)
-    # No tile is left to load, so the producer stores the gradients: dV leaves while the consumer still writes dK.
-    mbarrier.wait(kv.dv_full.index(0), 0)
-    tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(0))
-    mbarrier.wait(kv.dk_full.index(0), 0)
-    tma.async_copy_shared_to_global(tensors.dk, where, kv.k.index(0))
-    tma.store_wait(0)
 
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients."""
+    """Compute the CTA's part of the gradients from what TMA loads."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -207,14 +199,14 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
     # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
-    mbarrier.arrive(kv.dv_full.index(0), count=1)
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
     fence_async_shared()
-    mbarrier.arrive(kv.dk_full.index(0), count=1)
+    tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k.index(0))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
@@ -230,17 +222,15 @@ def _backward_kernel(
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     kv_full = new_barriers(1, 1)
-    dk_full = new_barriers(1, 1)
-    dv_full = new_barriers(1, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, 1)
     do_full = new_barriers(STAGES, 1)
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s)
-    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
+    kv = KeysValues(k_s, v_s, kv_full)
     gl.warp_specialize(
         [
             (_consumer, (tensors, tile, kv, ring, ds_ring, problem, CAUSAL)),

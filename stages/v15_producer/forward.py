@@ -68,10 +68,11 @@ def _load(tensors, tile, ring, fill):
 
 @gluon.jit
 def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Run on one warp: load Q, and keep the buffers of K and V full."""
+    """Run on one warp: load Q, and keep the buffers of K and V full, so that the other warps only compute."""
     BLOCK_M: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    # Each role computes its tile itself, so that a CTA with several tiles can have its roles at different tiles.
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     mbarrier.expect(queries.full.index(0), tensors.q.block_type.nbytes)
     where = [tile.batch, tile.head, tile.start_m, 0]
@@ -115,7 +116,7 @@ def _consumer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,

@@ -69,11 +69,12 @@ def _load(tensors, tile, ring, fill):
 
 @gluon.jit
 def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Run on one warp: load Q, and keep the buffers of K and V full."""
+    """Run on one warp: load Q, and keep the buffers of K and V full, so that the other warps only compute."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    # Each role computes its tile itself, so that a CTA with several tiles can have its roles at different tiles.
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
@@ -132,7 +133,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,

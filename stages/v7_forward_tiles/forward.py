@@ -1,7 +1,11 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors and fixed tiles for Hopper.
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with fixed tiles and tensor descriptors, for Hopper.
 
-Gluon needs fixed tiles, because its layouts and buffers depend on them. Each tile is as large as Hopper's registers and shared
-memory allow in 16 bits: with more queries per tile, programs read K and V less often.
+A descriptor tells TMA where a tensor lies, so TMA computes the addresses of a tile and clips it at the tensor's end. Threads
+spend neither instructions nor registers on this, which makes room for larger tiles.
+
+The tile sizes are fixed to prepare the port to Gluon, whose layouts and buffers depend on them. Each tile is as large as
+Hopper's registers and shared memory allow in 16 bits: with more queries per tile, programs read K and V less often. These tiles
+suit neither other GPUs nor float32.
 """
 
 from typing import NamedTuple
@@ -88,7 +92,7 @@ class Shape(NamedTuple):
 
     queries: int  # query rows
     keys: int  # keys of a key tile
-    kv_slots: int  # buffers of K and V
+    kv_slots: int  # buffers of K and V, which the compiler makes for `num_stages`
 
 
 # TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.

@@ -1,6 +1,7 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper.
 
 In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
+A consumer is a warp that computes with what TMA loads. Here, all warps are consumers.
 """
 
 from typing import NamedTuple
@@ -80,7 +81,7 @@ def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,

@@ -44,7 +44,7 @@ def _work_tile(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: 
     return QueryTile(batch_head // heads, head // problem.heads_per_kv, head, batch_head, start_m, gl.cdiv(seq_k, ROWS))
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _wide_dq_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,

@@ -1,4 +1,8 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. The consumers wait neither for each other nor
+for dQ. So one consumer's matmuls run while the other computes P and dS.
+"""
 
 from typing import NamedTuple
 
@@ -39,7 +43,7 @@ from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
+SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
 
 
 class Tensors(NamedTuple):
@@ -70,7 +74,7 @@ class Ring(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]: log2(e) * LSE and delta, loaded ahead, so no step waits for them
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
     empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
@@ -83,7 +87,7 @@ class DsRing(NamedTuple):
     """
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
-    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
     full: gl.shared_memory_descriptor  # barriers, consumers → dQ's warpgroup: dS has been written
     empty: gl.shared_memory_descriptor  # barriers, dQ's warpgroup → consumers: dS has been read
 
@@ -133,8 +137,7 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
 
 @gluon.jit
 def _accumulate(
-    dk, dv, k, v, scale_log2, tile, ring, ds_ring, lo, hi,
-    w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    dk, dv, k, v, scale_log2, tile, ring, ds_ring, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
     transposed, so that they enter the matmuls for dV and dK from registers."""
@@ -182,7 +185,7 @@ def _accumulate(
 
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
-    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
+    """Run on one warp: load K and V, then Q and dO through a ring, and store dK and dV. So consumers need no descriptors."""
     # NOTE: the consumers idle until K and V arrive; shortbwd3 loads K and V while the previous tile is computed.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
@@ -204,8 +207,7 @@ def _producer(tensors, tile, kv, ring):
 
 @gluon.jit
 def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers.
-    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -240,7 +242,7 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
     wait_full(ds_ring.empty, tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(w), count=1)
 
@@ -257,7 +259,7 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
@@ -281,7 +283,7 @@ def _backward_kernel(
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)

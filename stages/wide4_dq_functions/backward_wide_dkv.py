@@ -53,7 +53,7 @@ class StepRing(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]: log2(e) * LSE and delta, loaded ahead, so no step waits for them
     q_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q and the statistics have arrived
     do_full: gl.shared_memory_descriptor  # barriers, TMA → consumers: dO has arrived
     empty: gl.shared_memory_descriptor  # barriers, consumers → producer: Q, dO and the statistics have been read
@@ -170,7 +170,7 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _wide_dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,

@@ -154,7 +154,7 @@ def _compute_dq(tensors, tile, queries, keys, problem, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _wide_dq_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,

@@ -130,7 +130,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             mbarrier.expect(queries.full.index(slot), NBYTES)
             where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
-            if MODE == "guess":
+            if MODE == "guess":  # each consumer has its own copy, so it waits for nothing but its slot
                 where = [tile.batch, tile.kv_head, 0, 0]
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
             if w == 0:  # the first consumer need not wait for the others' Q
@@ -350,7 +350,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
     programs = min(tiles, num_sms())
     state = lse.new_zeros(2 + tiles, dtype=torch.int32)  # see `State`
-    # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both.
+    # The second launch computes the tiles that fail in the first. A tile's number means the same rows in both.
     for mode, shape in (("guess", TILES[width]), ("again", TILES_AGAIN[width])):
         _forward_kernel[programs,](
             describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(k, FIRST_KEYS),

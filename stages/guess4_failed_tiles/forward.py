@@ -351,7 +351,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
     programs = min(tiles, num_sms())
     state = lse.new_zeros(2 + tiles, dtype=torch.int32)  # see `State`
-    # The second launch computes the tiles that fail in the first. A tile's number means the same rows in both.
+    # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both.
     for mode, shape in (("guess", TILES[width]), ("again", TILES_AGAIN[width])):
         _forward_kernel[programs,](
             describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(k, FIRST_KEYS),

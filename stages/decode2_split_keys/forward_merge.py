@@ -1,4 +1,7 @@
-"""The kernel that merges the outputs of the splits."""
+"""The kernel that merges the outputs of the splits.
+
+Splits take few microseconds, so the merge's latency counts: PDL launches it early, and a thread loads many splits at once.
+"""
 
 import triton
 from triton.experimental import gluon
@@ -50,10 +53,7 @@ def _merge_kernel(
 
 
 def merge(parts, lses, out, lse):
-    """Merge the splits' outputs `parts`, [splits, B, H, Sq, Dv], and their `lses` into `out` and `lse`.
-
-    Splits take few microseconds, so the merge's latency counts: PDL launches it early, and a thread loads many splits at once.
-    """
+    """Merge the splits' outputs `parts`, [splits, B, H, Sq, Dv], and their `lses` into `out` and `lse`."""
     splits, value_dim = len(parts), parts.shape[-1]
     own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into 64 registers of each thread
     at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)  # 4 * own: four warps share a row

@@ -104,10 +104,10 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. Without a
-    counter, CTA n of N takes the tiles n, n + N, n + 2N, …
+    counter, CTA n of N takes the tiles n, n + N, n + 2N, … This saves the launch that sets the counter to 0.
     """
-    if problem.is_split is not None:
-        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here, which hides their start
+    if problem.is_split is not None:  # splits need one more launch, the merge; PDL hides its latency
+        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -190,13 +190,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
-        last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
         idle = False
         if problem.is_split is not None:
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
-            last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -213,6 +211,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
+        last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
+        last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, CAUSAL)
         fill += seen
 
@@ -329,6 +329,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     key_tiles = triton.cdiv(keys, shape.keys)
     splits = splits_of(tiles, key_tiles, programs)
     # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
+    # A mask may make several tiles of a head unequal.
     counted = splits == 1 and tiles_m > 1 and tiles > programs
     return Plan(shape, packed, tiles, splits, counted)
 

@@ -52,7 +52,7 @@ class NextTiles(NamedTuple):
 
 @triton.jit
 def _rows_before(diagonal, PACKED: tl.constexpr):
-    """Return how many rows before query 0 the first tile starts. Then a consumer's diagonal stays in one key tile."""
+    """Return how many rows before query 0 the first tile starts; see `_tile`."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -93,6 +93,9 @@ def _tile(
         problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,
     )  # fmt: skip
+    # Start early, so that start_m // PACKED + diagonal is a multiple of ROWS // PACKED. Then a consumer's diagonal lies in
+    # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
+    # mask, `diagonal` is 0.)
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
     key_tiles = _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, PACKED, CAUSAL)
     if problem.is_split is not None:

@@ -104,10 +104,10 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. Without a
-    counter, CTA n of N takes the tiles n, n + N, n + 2N, …
+    counter, CTA n of N takes the tiles n, n + N, n + 2N, … This saves the launch that sets the counter to 0.
     """
-    if problem.is_split is not None:
-        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here, which hides their start
+    if problem.is_split is not None:  # splits need one more launch, the merge; PDL hides its latency
+        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -190,13 +190,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
-        last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
         idle = False
-        if tensors.counter is None:  # keys are split, or rows may be few, so that a consumer may have nothing to do
+        if problem.is_split is not None or problem.few:
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
-            last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -213,6 +211,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
+        last = start_m // PACKED + problem.diagonal  # the last key that the first row sees
+        last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, CAUSAL)
         fill += seen
 
@@ -240,7 +240,7 @@ def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    Q_STAGES: gl.constexpr, FEW: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
@@ -257,7 +257,7 @@ def _forward_kernel(
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr)
     splits = 1 if part_ptr is None else splits  # a constant 1, which the compiler removes
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr, FEW)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: the producer first waits at `queries.empty`
@@ -317,7 +317,7 @@ class Plan(NamedTuple):
     tiles: int  # query tiles of all heads
     splits: int  # number of CTAs that share a query tile
     counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
-    few: bool  # whether rows are few; this helps a caller to choose among forwards
+    few: bool  # whether rows are few
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
@@ -337,10 +337,11 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     tiles = tiles_m * batch * (heads // packed)
     key_tiles = triton.cdiv(keys, shape.keys)
     splits = splits_of(tiles, key_tiles, programs)
-    if few and key_tiles <= splits and shape.keys > 64:  # a CTA's only key tile: matmuls start when its first half is loaded
+    # Long key tiles do not suit a CTA that gets only one: its matmuls would start late. So two short key tiles replace it.
+    if few and key_tiles <= splits and shape.keys > 64:
         shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
-    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits. If
-    # squares are few, a counter saves less time than its launch takes.
+    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
+    # A mask may make several tiles of a head unequal. If squares are few, a counter saves less time than its launch takes.
     counted = not few and splits == 1 and tiles_m > 1 and tiles > programs
     return Plan(shape, packed, tiles, splits, counted, few)
 
@@ -377,7 +378,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         describe_tile(outputs, *rows), out_ptr, lses, parts, counter, scale,
         batch * heads // packed, heads // packed, heads // kv_heads // packed, seq_q * packed, seq_k, diagonal, splits,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
+        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, FEW=planned.few, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     if splits > 1:
         merge(parts, lses, out, lse)

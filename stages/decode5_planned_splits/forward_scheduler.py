@@ -28,6 +28,7 @@ class Problem(NamedTuple):
     scale: tl.tensor
     splits: tl.tensor  # number of parts into which the keys are split, so that few query tiles keep all CTAs busy
     is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
+    few: tl.constexpr  # whether query rows are few, so that a consumer may have none
 
 
 class Tile(NamedTuple):
@@ -52,7 +53,7 @@ class NextTiles(NamedTuple):
 
 @triton.jit
 def _rows_before(diagonal, PACKED: tl.constexpr):
-    """Return how many rows before query 0 the first tile starts. Then a consumer's diagonal stays in one key tile."""
+    """Return how many rows before query 0 the first tile starts; see `_tile`."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -93,6 +94,9 @@ def _tile(
         problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,
     )  # fmt: skip
+    # Start early, so that start_m // PACKED + diagonal is a multiple of ROWS // PACKED. Then a consumer's diagonal lies in
+    # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
+    # mask, `diagonal` is 0.)
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
     key_tiles = _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, PACKED, CAUSAL)
     if problem.is_split is not None:

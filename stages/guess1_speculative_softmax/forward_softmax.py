@@ -50,7 +50,7 @@ def _accumulate(
     If MODE is "guess", m stays what these first scores give. A softmax may subtract any number m from a row's scores, unless P
     overflows. So the loop has no row maximum to wait for, and neither l nor acc to rescale.
 
-    Returns acc, m (maximum), l (sum) and l_capped (see `_check`). The matmul P V of the tile visited last is still in flight.
+    Returns acc, m (guess or maximum), l (sum) and l_capped (see `_check`). The tile visited last has its P V still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]

@@ -334,7 +334,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
     programs = min(tiles, num_sms())
     state = lse.new_zeros(2 + tiles, dtype=torch.int32)  # see `State`
-    for mode in ("guess", "again"):  # the second launch computes the tiles that fail in the first
+    for mode in ("guess", "again"):  # the second launch computes the tiles that the first leaves
         _forward_kernel[programs,](
             describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,
             lse, state, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,

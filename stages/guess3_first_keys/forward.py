@@ -130,7 +130,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             mbarrier.expect(queries.full.index(slot), NBYTES)
             where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
-            if MODE == "guess":
+            if MODE == "guess":  # each consumer has its own copy, so it waits for nothing but its slot
                 where = [tile.batch, tile.kv_head, 0, 0]
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
             if w == 0:  # the first consumer need not wait for the others' Q

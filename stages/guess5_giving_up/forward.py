@@ -119,7 +119,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     many tiles have failed. If MODE is "again", CTA n of N CTAs takes failed tile n, and every N-th failed tile after it. Then
     it takes tiles that never started.
     """
-    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1  # the last slot is for the number of the CTA's first tile
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -133,7 +133,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     if MODE == "again":
         started = _started(tiles, state)
         failed, number = _next_again(gl.to_tensor(0), number, started, state)
-    _pass_on(number, next_tiles, Q_STAGES)
+        _pass_on(number, next_tiles, Q_STAGES)  # the consumers need not search themselves
     while number < tiles:
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
         start_n = (tile.key_tiles - 1) * BLOCK_N
@@ -144,7 +144,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             mbarrier.expect(queries.full.index(slot), NBYTES)
             where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
-            if MODE == "guess":
+            if MODE == "guess":  # each consumer has its own copy, so it waits for nothing but its slot
                 where = [tile.batch, tile.kv_head, 0, 0]
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
             if w == 0:  # the first consumer need not wait for the others' Q
@@ -223,7 +223,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
-    number = _next(next_tiles, Q_STAGES, 0)
+    number = _next(next_tiles, Q_STAGES, 0) if MODE == "again" else gl.program_id(0)
     tiles = problem.batch_heads * problem.tiles_m
     while number < tiles:
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)

@@ -10,24 +10,19 @@ CAP = gl.constexpr(8.0)  # `l_capped`, which shows whether few keys dominate a r
 
 
 @gluon.jit
-def _scores(q, ring, fill):
-    """Start to compute the scores of a key tile, once its K has arrived."""
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot = wait_full(ring.full, fill)
-    k = matrix(ring.k.index(slot))
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
-
-
-@gluon.jit
 def _scores_of(q, k):
     """Start to compute the scores of the keys `k`, which are [1, 1, keys, HEAD_DIM]."""
     KEYS: gl.constexpr = k.shape[2]
     s_layout: gl.constexpr = wgmma_layout(ROWS, KEYS)
     no_s = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
-    k = k.reshape([KEYS, k.shape[3]])
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
+    return warpgroup_mma(q, matrix(k).permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
+
+
+@gluon.jit
+def _scores(q, ring, fill):
+    """Start to compute the scores of a key tile, once its K has arrived."""
+    slot = wait_full(ring.full, fill)
+    return _scores_of(q, ring.k.index(slot))
 
 
 @gluon.jit
@@ -37,12 +32,6 @@ def _sums(p):
     The threads add up the four only once, during the last matmul. So they do not wait for each other in every step.
     """
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _maxima(s):
-    """Return four maxima of each row of s, one per thread that holds part of the row."""
-    return gl.max(gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -67,7 +56,7 @@ def _accumulate(
     If MODE is "guess", m stays what these first scores give. A softmax may subtract any number m from a row's scores, unless P
     overflows. So the loop has no row maximum to wait for, and neither l nor acc to rescale.
 
-    Returns acc, m (maximum), l (sum) and l_capped (see `_check`). The matmul P V of the tile visited last is still in flight.
+    Returns acc, m (guess or maximum), l (sum) and l_capped (see `_check`). The tile visited last has its P V still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -85,13 +74,12 @@ def _accumulate(
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)
-    maxima = _maxima(s)
+    m = gl.max(s, 1) * scale_log2  # finite, because every row sees this tile's first key
     if MODE == "guess":
         # Attention sinks are among the first keys. Also, the upper rows see few keys of a causal tile. A row that sees only one
         # tile may not see all first keys, but they are in this tile.
-        of_first = gl.where(tiles > 1, _maxima(s_first), float("-inf"))
-        maxima = gl.maximum(maxima, gl.convert_layout(of_first, maxima.type.layout))
-    m = gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, s_layout)) * scale_log2  # finite: rows see this tile's first key
+        m_first = gl.convert_layout(gl.max(s_first, 1) * scale_log2, m.type.layout)
+        m = gl.where(tiles > 1, gl.maximum(m, m_first), m)
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
     l_layout: gl.constexpr = l.type.layout

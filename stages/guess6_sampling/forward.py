@@ -11,7 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.hopper import (
     LOG2_E,
@@ -123,7 +123,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     many samples or tiles have failed. If MODE is "again", CTA n of N CTAs takes failed tile n, and every N-th failed tile after
     it. Then it takes tiles that never started.
     """
-    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1  # the last slot is for the number of the CTA's first tile
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -137,7 +137,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     if MODE == "again":
         started = _started(tiles, state)
         failed, number = _next_again(gl.to_tensor(0), number, started, state)
-        _pass_on(number, next_tiles, Q_STAGES)
+        _pass_on(number, next_tiles, Q_STAGES)  # the consumers need not search themselves
     while number < tiles:
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
         key_tiles = tile.key_tiles
@@ -149,14 +149,16 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             mbarrier.expect(queries.full.index(slot), NBYTES)
             where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
-            if MODE == "guess":
+            if MODE == "guess":  # each consumer has its own copy, so it waits for nothing but its slot
                 where = [tile.batch, tile.kv_head, 0, 0]
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
             if w == 0:  # the first consumer need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         if MODE == "guess":
             if turn == 0:
-                gdc_wait()  # wait for the samples only here, while this tile's Q and K load
+                # PDL lets this launch start before the samples' launch ends. So Q and K of this tile load while the samples are
+                # computed, and a prediction costs little time.
+                gdc_wait()
             stops = _often_failed(number, state)
             if turn == 0:
                 _pass_on(gl.where(stops, tiles, number), next_tiles, Q_STAGES)
@@ -298,10 +300,7 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
-    if MODE == "guess":
-        gdc_launch_dependents()  # the second launch may start its setup before this launch ends
-    else:
-        gdc_wait()  # wait until the first launch has ended
+    if MODE == "again":
         if gl.load(_state(state_ptr).any_failed) == 0:
             return  # the usual case: all guesses hold
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
@@ -392,15 +391,13 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         BLOCK_M=TILES[width].queries, CAUSAL=causal, num_warps=4,
     )  # fmt: skip
-    # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both. With
-    # `launch_pdl`, a launch does its setup while the launch before it ends. So samples, and a second launch without tiles, cost
-    # little time.
+    # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both.
     for mode, shape in (("guess", TILES[width]), ("again", TILES_AGAIN[width])):
         _forward_kernel[programs,](
             describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(k, FIRST_KEYS),
             describe_tile(out, 64), out_ptr, lse, state, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
             STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
-            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=True,
+            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode == "guess",
         )  # fmt: skip
     return out, lse

@@ -98,7 +98,8 @@ def _next_failed(number, skip, tiles, state):
     """Search the tiles from `number` to `tiles` - 1. Skip `skip` failed tiles and return the number of the next failed tile, or
     a number of at least `tiles` if no tile is left.
 
-    If N CTAs take each N-th failed tile, they get equally many, up to one, even if failed tiles lie close together.
+    If N CTAs take each N-th failed tile, they get equally many, up to one, even if failed tiles lie close together. For this,
+    each CTA has to count all flags, so its producer loads many flags at once.
     """
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (skip >= 0) & (number < tiles):

@@ -16,7 +16,8 @@ BACKWARDS = {"shortbwd": backward_of_shortbwd, "wide": backward_of_wide}
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Both tracks fall back to v6 for float32 and under `torch.use_deterministic_algorithms`.
+    Both tracks fall back to v6 for float32. "shortbwd" also does so under `torch.use_deterministic_algorithms`, because its key
+    tiles add to dQ in any order.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.

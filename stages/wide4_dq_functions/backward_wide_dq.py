@@ -84,7 +84,7 @@ def _work_tile(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: 
 
 @gluon.jit
 def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return what dS needs for the BLOCK_M rows from start_m on: a work tile's rows, or one consumer's (wide6)."""
+    """Return what dS needs for the BLOCK_M rows from start_m on: a work tile's rows, or one consumer's."""
     offs_m = start_m + gl.arange(0, BLOCK_M, layout)
     tiles = gl.cdiv(problem.seq_q, ROWS)
     stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + offs_m // ROWS) * (2 * ROWS) + offs_m % ROWS
@@ -129,7 +129,7 @@ def _compute_ds(s, dp, stats, scale_log2, start_n):
 def _compute_dq(tensors, tile, queries, keys, problem, CAUSAL: gl.constexpr):
     """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first. Also load all tiles.
 
-    A step's parts are functions, because later stages call them earlier (wide5, wide7) and from several warps (wide6).
+    A step's parts are functions, so that they can be called at other times, to load and compute ahead, and by several roles.
     """
     BLOCK_M: gl.constexpr = queries.q.shape[2]
     HEAD_DIM: gl.constexpr = queries.q.shape[3]

@@ -98,7 +98,7 @@ def _work_tile(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: 
 
 @gluon.jit
 def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return what dS needs for the BLOCK_M rows from start_m on: a work tile's rows, or one consumer's (wide6)."""
+    """Return what dS needs for the BLOCK_M rows from start_m on: a work tile's rows, or one consumer's."""
     offs_m = start_m + gl.arange(0, BLOCK_M, layout)
     tiles = gl.cdiv(problem.seq_q, ROWS)
     stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + offs_m // ROWS) * (2 * ROWS) + offs_m % ROWS

@@ -94,9 +94,9 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms  # number of earlier waves, of all groups
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
-    # CTAs that run at the same time should seldom meet at a query tile. Additions to dQ alone need no order. But if the first
-    # CTA there stores its dQ (shortbwd6), CTAs that come meanwhile wait for the store before they add theirs. A causal mask
-    # keeps most CTAs apart, because each starts at its diagonal. Without a mask, `entry` does.
+    # CTAs that run at the same time should seldom meet at a query tile. Additions to dQ alone need no order. But at the
+    # end of this track, the first CTA there stores its dQ, and CTAs that come meanwhile wait for the store before they add
+    # theirs. A causal mask keeps most CTAs apart, because each starts at its diagonal. Without a mask, `entry` does.
     entry = 0
     if not CAUSAL:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)

@@ -64,16 +64,13 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
-    # Number of query tiles, from `first` on, that need a mask. With two slots of K and V, ptxas (CUDA 12.8) computes a slot's
-    # addresses only in the loop over masked tiles. So at least one tile is masked. Otherwise, the loop over the other tiles
-    # would use undefined addresses.
-    masked = 1
+    masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
         start = start_n - problem.diagonal  # the first query that sees the tile's first key; may be negative
         first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m - 1)  # at least one step, because dK waits for the last dQ
         full = tl.cdiv(tl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
-        masked = tl.maximum(tl.minimum(full, tiles_m) - first, 1)
+        masked = tl.minimum(full, tiles_m) - first
         if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
             unseen = tl.minimum(tl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first

@@ -211,7 +211,7 @@ def _producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
     """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end.
 
     The CTA's tile has the CTA's own number. Each role derives the tile from this number, and calls functions for the work on
-    one tile. So a loop over further numbers makes the CTA persistent (shortbwd2).
+    one tile. In the next step (shortbwd2), a loop over further numbers makes the CTA persistent.
     """
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -269,7 +269,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.c
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA.
+    One consumer's matmuls run while the other computes P and dS, because neither waits for the other."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]

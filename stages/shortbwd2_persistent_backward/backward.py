@@ -212,10 +212,11 @@ def _store_dkv(tensors, tile, kv, turn):
 
 @gluon.jit
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end.
+    """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. If the CTA
+    is persistent, a tile's K and V load while dQ of the previous tile still leaves shared memory.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share,
-    because tiles take different times under a causal mask. Equal numbers of tiles would keep some SMs idle at the end.
+    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share, as
+    in the forward. Tiles take different times under a causal mask, so equal numbers of tiles would leave SMs idle at the end.
     """
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]

@@ -227,8 +227,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
     and V, and Q and dO of its first steps, load before the previous tile has ended. So the consumers go on without a pause.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share,
-    because tiles take different times under a causal mask. Equal numbers of tiles would keep some SMs idle at the end.
+    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share, as
+    in the forward. Tiles take different times under a causal mask, so equal numbers of tiles would leave SMs idle at the end.
     """
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -278,6 +278,9 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     # With a causal mask, the first query tiles may see only the first consumer's keys. The second consumer has its own pace, so
     # it skips them. It only hands over dS = 0, because dQ's warpgroup waits for the dS of both.
     unseen = tile.unseen * w
+    # ptxas (CUDA 12.8) computes the addresses of K/V slots only in the loop with a mask, though the loop without a mask uses
+    # them, too. So the loop with a mask takes at least one step, even if none needs a mask, and always runs.
+    masked = gl.maximum(tile.masked, 1)
     for step in range(unseen):
         slot, phase = slot_and_phase(fill + step, STAGES)
         # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
@@ -288,8 +291,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
     # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, MASKED=True)
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, MASKED=False)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, masked, w, CAUSAL, MASKED=True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, masked, tile.steps, w, CAUSAL, MASKED=False)
 
     # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))

@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """Tile numbers that the producer passes on to the other warps."""
+    """Tile numbers that the producer passes on to the other warps, as in the forward."""
 
     number: gl.shared_memory_descriptor  # [2, 1]
     full: gl.shared_memory_descriptor  # barriers, producer → consumers: the number has been written
@@ -64,32 +64,30 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
-    # Number of query tiles, from `first` on, that need a mask. With two slots of K and V, ptxas (CUDA 12.8) computes a slot's
-    # addresses only in the loop over masked tiles. So at least one tile is masked. Otherwise, the loop over the other tiles
-    # would use undefined addresses.
-    masked = 1
+    masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
         start = start_n - problem.diagonal  # the first query that sees the tile's first key; may be negative
         first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m - 1)  # at least one step, because dK waits for the last dQ
         full = tl.cdiv(tl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
-        masked = tl.maximum(tl.minimum(full, tiles_m) - first, 1)
+        masked = tl.minimum(full, tiles_m) - first
         if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
             unseen = tl.minimum(tl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = tl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
-    # CTAs that read the same query tile at the same time share it through the L2 cache. Therefore the order of query tiles
-    # turns from wave to wave. A wave is `num_sms` CTAs of a group, which is the heads whose rows the cache holds together.
-    # Masked tiles come first, in rising order, as `_accumulate` expects. Then a group's first wave goes backwards from the last
-    # tile. Its CTAs start together, and so read the same tiles. Later keys have fewer query tiles, so the CTAs end one by one.
-    # The next wave's CTAs start one by one and go forwards: when a CTA starts, the wave's earlier CTAs have about reached its
-    # first tile. They all end together. The two orders alternate. If a K/V head has only one query head, the few query tiles in
-    # use stay in the cache in any order.
+    # CTAs that read a query tile at the same time share it through the L2 cache. So each wave of `num_sms` CTAs has one order
+    # of query tiles, backwards or forwards, and the orders alternate. (Masked tiles come first, as `_accumulate` expects.)
+    # Backwards: a wave's CTAs start together at the last query tile, and so read the same tiles. CTAs with later keys have
+    # fewer tiles, so the CTAs end one by one.
+    # Forwards: the next wave's CTAs therefore start one by one. Each has later keys, and starts at about the query tile that
+    # the wave's earlier CTAs have reached. So they read the same tiles, and end together.
+    # A group of heads (see `tile_and_head`) starts a new wave, because groups share no query tiles. With one query head for
+    # each K/V head, the few query tiles in use stay in the cache in any order.
     rising = tiles
     if CAUSAL:
         group = tiles_n * heads_of_group(problem.seq_q, problem.tiles // tiles_n, ROW_BYTES)
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
-        wave = number // group * waves + number % group // problem.num_sms
+        wave = number // group * waves + number % group // problem.num_sms  # number of earlier waves, of all groups
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
     kv_head = batch_head % problem.kv_heads
     return Tile(

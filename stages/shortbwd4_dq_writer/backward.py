@@ -89,7 +89,10 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """dS in shared memory, for the matmul of dQ: a ring buffer with STAGES slots."""
+    """dS in shared memory, for the matmul of dQ.
+
+    dS has STAGES slots, so the consumers can compute a step's dS while dQ's warpgroup reads that of the step before.
+    """
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     full: gl.shared_memory_descriptor  # barriers, consumers → dQ's warpgroup: dS has been written
@@ -221,8 +224,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
     and V, and Q and dO of its first steps, load before the previous tile has ended. So the consumers go on without a pause.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share,
-    because tiles take different times under a causal mask. Equal numbers of tiles would keep some SMs idle at the end.
+    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share, as
+    in the forward. Tiles take different times under a causal mask, so equal numbers of tiles would leave SMs idle at the end.
     """
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -272,6 +275,9 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     # With a causal mask, the first query tiles may see only the first consumer's keys. The second consumer has its own pace, so
     # it skips them. It only hands over dS = 0, because dQ's warpgroup waits for the dS of both.
     unseen = tile.unseen * w
+    # ptxas (CUDA 12.8) computes the addresses of K/V slots only in the loop with a mask, though the loop without a mask uses
+    # them, too. So the loop with a mask takes at least one step, even if none needs a mask, and always runs.
+    masked = gl.maximum(tile.masked, 1)
     for step in range(unseen):
         slot, phase = slot_and_phase(fill + step, STAGES)
         # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
@@ -282,8 +288,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
     # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, MASKED=True)
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, MASKED=False)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, masked, w, CAUSAL, MASKED=True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, masked, tile.steps, w, CAUSAL, MASKED=False)
 
     # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
@@ -314,7 +320,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
 
 @gluon.jit
 def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dQ from the consumers' dS, so that the consumers wait neither for dQ's matmul nor for TMA."""
+    """Run on a warpgroup: compute dQ from the consumers' dS for the dQ writer. So the consumers do not wait for dQ's matmul."""
     STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -378,6 +384,7 @@ def _backward_kernel(
             (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
         ],
         [4, 4, 1, 1],
+        # Registers: 4 × maxnreg = 512 = 216 (the first role gets the rest) + 208 + 64 + 24. The last two share a warpgroup.
         [208, 64, 24, 24],
     )
 

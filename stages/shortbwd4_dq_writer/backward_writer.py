@@ -21,12 +21,18 @@ class DqParts(NamedTuple):
 
 @gluon.jit
 def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on one warp: let TMA add each step's dQ to the accumulator, and release the parts that TMA has read."""
+    """Run on one warp: let TMA add each step's dQ to the accumulator, and release the parts that TMA has read.
+
+    This prepares shortbwd6, where an addition may have to wait for another CTA. If dQ's warpgroup waited there itself, its
+    matmuls would stop at once. While this warp waits, dQ's warpgroup computes until no part's buffer is free.
+    """
     BLOCK_M: gl.constexpr = tensors.q.block_shape[2]
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[3]
     VALUE_DIM: gl.constexpr = tensors.v.block_shape[3]
     PARTS: gl.constexpr = dq_parts.dq.shape[0]
-    gl.static_assert(PARTS > 1 or not PERSISTENT)  # so this warp is at most a tile behind: `next_tiles` has slots for that
+    # With two parts, dQ's warpgroup can end a tile only after this warp has added the tile before. So this warp is at most one
+    # tile behind, and three slots in `next_tiles` suffice.
+    gl.static_assert(PARTS > 1 or not PERSISTENT)
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     fill = 0
     turn = 0

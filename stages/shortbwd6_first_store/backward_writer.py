@@ -51,7 +51,9 @@ def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr,
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[3]
     VALUE_DIM: gl.constexpr = tensors.v.block_shape[3]
     PARTS: gl.constexpr = dq_parts.dq.shape[0]
-    gl.static_assert(PARTS > 1 or not PERSISTENT)  # so this warp is at most a tile behind: `next_tiles` has slots for that
+    # With two parts, dQ's warpgroup can end a tile only after this warp has added the tile before. So this warp is at most one
+    # tile behind, and three slots in `next_tiles` suffice.
+    gl.static_assert(PARTS > 1 or not PERSISTENT)
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     fill = 0
     turn = 0

@@ -1,4 +1,4 @@
-"""The kernel for D = 256 whose CTAs have 64 keys each: one consumer computes dV, the other consumer computes dK."""
+"""D = 256: dK and dV of 128 keys do not fit in registers. So a CTA has 64 keys; one consumer keeps dV, and the other dK."""
 
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ def _wide_add_dq(tensors, ds_s, dq_s, k, row):
 
 @gluon.jit
 def _wide_consumer(tensors, tile, kv, ring, ds_s, dq_s, problem, GRADIENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dV of a key tile from P, or its dK and its part of dQ from dS. Both are transposed."""
+    """Run on a warpgroup: compute dV of a key tile, or dK and its part of dQ. Both consumers compute Sᵀ and Pᵀ."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     COLUMNS: gl.constexpr = kv.v.shape[3] if GRADIENT == "dv" else kv.k.shape[3]
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
@@ -171,5 +171,5 @@ def _wide_dkv_kernel(
             (_dkv_producer, (tensors, tile, kv, ring)),
         ],
         [4, 1],
-        [240, 24],
+        [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
     )

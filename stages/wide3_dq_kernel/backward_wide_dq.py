@@ -1,4 +1,7 @@
-"""The kernel for D = 256 whose CTAs have 128 queries each: they compute dQ."""
+"""The kernel for D = 256 whose CTAs have 128 queries each: they compute dQ, and keep it in registers.
+
+It computes S and dP again. These two matmuls take less time than additions of dQ to an accumulator in memory in each step.
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,7 @@
-"""The kernel for D = 256 whose CTAs have 128 queries each: they compute dQ."""
+"""The kernel for D = 256 whose CTAs have 128 queries each: they compute dQ, and keep it in registers.
+
+It computes S and dP again. These two matmuls take less time than additions of dQ to an accumulator in memory in each step.
+"""
 
 from typing import NamedTuple
 
@@ -82,7 +85,7 @@ def _work_tile(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: 
 
 @gluon.jit
 def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return what dS needs for the BLOCK_M rows from start_m on."""
+    """Return what dS needs for the BLOCK_M rows from start_m on: a work tile's rows, or one consumer's."""
     offs_m = start_m + gl.arange(0, BLOCK_M, layout)
     tiles = gl.cdiv(problem.seq_q, ROWS)
     stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + offs_m // ROWS) * (2 * ROWS) + offs_m % ROWS
@@ -127,7 +130,10 @@ def _compute_ds(s, dp, stats, scale_log2, start_n):
 
 @gluon.jit
 def _compute_dq(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first. Also load all tiles."""
+    """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first. Also load all tiles.
+
+    A step's parts are functions, so that they can be called at other times, to load and compute ahead, and by several roles.
+    """
     BLOCK_M: gl.constexpr = queries.q.shape[2]
     HEAD_DIM: gl.constexpr = queries.q.shape[3]
     K_STAGES: gl.constexpr = ring.k.shape[0]

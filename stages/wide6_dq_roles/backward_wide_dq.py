@@ -1,4 +1,7 @@
-"""The kernel for D = 256 whose CTAs have 128 queries each: they compute dQ."""
+"""The kernel for D = 256 whose CTAs have 128 queries each: they compute dQ, and keep it in registers.
+
+It computes S and dP again. These two matmuls take less time than additions of dQ to an accumulator in memory in each step.
+"""
 
 from typing import NamedTuple
 
@@ -95,7 +98,7 @@ def _work_tile(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: 
 
 @gluon.jit
 def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return what dS needs for the BLOCK_M rows from start_m on."""
+    """Return what dS needs for the BLOCK_M rows from start_m on: a work tile's rows, or one consumer's."""
     offs_m = start_m + gl.arange(0, BLOCK_M, layout)
     tiles = gl.cdiv(problem.seq_q, ROWS)
     stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + offs_m // ROWS) * (2 * ROWS) + offs_m % ROWS
@@ -134,7 +137,7 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, wgmma_layout(ROWS, ROWS))
     slot = wait_full(full, step)
     if buffers.shape[0] == 1:
-        # 0, but ptxas does not know. If it kept V's addresses in registers, a consumer's 240 registers would not suffice.
+        # 0, but ptxas does not know. With a constant, ptxas would keep V's addresses in registers: more than a consumer's 240.
         slot = step // 2**24
     return warpgroup_mma(a, matrix(buffers.index(slot)).permute([1, 0]), zeros, use_acc=False, is_async=True)
 
@@ -158,7 +161,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     dq_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
     start_m = tile.start_m + w * ROWS
-    # Each consumer computes only the steps whose keys its own rows see. The first steps may be the other consumer's alone.
+    # A consumer has rows and a pace of its own, so it computes only the steps whose keys these rows see. The first steps may be
+    # the other consumer's alone.
     unseen = 0  # number of those first steps
     if CAUSAL:
         unseen = gl.maximum(tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
@@ -218,5 +222,5 @@ def _wide_dq_kernel(
             (_dq_producer, (tensors, tile, queries, ring)),
         ],
         [4, 1],
-        [240, 24],
+        [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
     )

@@ -1,4 +1,4 @@
-"""The kernel for D = 256 whose CTAs have 64 keys each: one consumer computes dV, the other consumer computes dK."""
+"""D = 256: dK and dV of 128 keys do not fit in registers. So a CTA has 64 keys; one consumer keeps dV, and the other dK."""
 
 from typing import NamedTuple
 
@@ -218,5 +218,5 @@ def _wide_dkv_kernel(
             (_dkv_producer, (tensors, tile, kv, ring)),
         ],
         [4, 1],
-        [240, 24],
+        [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
     )

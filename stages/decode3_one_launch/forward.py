@@ -103,6 +103,7 @@ def _skip(ring, fill, tiles):
 def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr):
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
+    The shared counter lets a CTA with short tiles take more of them, so that all CTAs end at about the same time.
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. Without a
     counter, CTA n of N takes the tiles n, n + N, n + 2N, … This saves the launch that sets the counter to 0.
     """
@@ -127,7 +128,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             mbarrier.expect(queries.full.index(slot), tensors.q.block_type.nbytes)
             where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
-            if w == 0:  # the first consumer need not wait for the others' Q
+            if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         if tensors.counter is None:
             number += gl.num_programs(0)
@@ -165,7 +166,10 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, pa
 
 @gluon.jit
 def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile.
+
+    Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
+    """
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -216,7 +220,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, CAUSAL)
         fill += seen
 
-        # The last P V is still in flight. LSE and 1 / l do not need it.
+        # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
+        # meanwhile.
         part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
         lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)

@@ -29,7 +29,8 @@ def _scores(q, ring, fill):
 def _sums(p):
     """Return four partial sums of each row of p, one per thread that holds part of the row.
 
-    The threads add up the four only once, during the last matmul. So they do not wait for each other in every step.
+    Only LSE and 1 / l need whole row sums. So the threads add up the four only once, during the last matmul, and do not wait
+    for each other in every step.
     """
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
@@ -87,7 +88,8 @@ def _accumulate(
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
+        # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax. With two
+        # consumers, P V also runs during the first part of this consumer's softmax.
         fill += 1
         slot, _ = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)

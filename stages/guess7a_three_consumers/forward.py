@@ -120,6 +120,7 @@ def _skip(ring, fill, tiles):
 def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
+    The shared counter lets a CTA with short tiles take more of them, so that all CTAs end at about the same time.
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share, until too
     many samples or tiles have failed. If MODE is "again", CTA n of N CTAs takes failed tile n, and every N-th failed tile after
     it. Then it takes tiles that never started. If MODE is "running", the CTA takes tiles in fixed strides, because a counter
@@ -155,7 +156,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             if MODE == "guess":  # each consumer has its own copy, so it waits for nothing but its slot
                 where = [tile.batch, tile.kv_head, 0, 0]
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
-            if w == 0:  # the first consumer need not wait for the others' Q
+            if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         if MODE == "guess":
             if turn == 0:
@@ -228,7 +229,10 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
 
 @gluon.jit
 def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile.
+
+    Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
+    """
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -277,7 +281,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
         )  # fmt: skip
         fill += seen
 
-        # The last P V is still in flight. LSE and 1 / l do not need it.
+        # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
+        # meanwhile.
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = per_row(1.0 / l, acc_layout)

@@ -9,7 +9,8 @@ from common.kernels.order import mean_keys
 # Fixed strides cost time because CTAs end at different times. This time grows with the keys of a CTA's query tiles. A counter
 # costs time for its launch, as much as LAUNCH_KEYS keys, and for each query tile, as much as TILE_KEYS keys. So if a CTA has n
 # query tiles that see k keys each, fixed strides are faster if n * (k - TILE_KEYS) <= LAUNCH_KEYS. The constants were fitted on
-# an H200 at D = 128, to forwards that saved one more launch than the counter's (results/constants-h200.json).
+# an H200 at D = 128 (results/constants-h200.json). There, short forwards saved a second launch, too. So LAUNCH_KEYS may be too
+# large here.
 LAUNCH_KEYS = 1792
 TILE_KEYS = 448
 
@@ -29,5 +30,6 @@ def plan(batch, heads, seq_q, keys, diagonal, causal, queries, programs) -> Plan
     tiles = triton.cdiv(seq_q + diagonal % 64, queries) * batch * heads
     turns = triton.cdiv(tiles, programs)
     seen = mean_keys(seq_q, keys, diagonal, queries) if causal else keys
+    # If every CTA has at most one tile, a counter has nothing to give out.
     short = turns == 1 or turns * (seen - TILE_KEYS) <= LAUNCH_KEYS
     return Plan(min(tiles, programs), short)

@@ -58,8 +58,9 @@ def _key_tiles(end_m, problem, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
 def _tile(number, problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the work tile whose number is `number`.
 
-    In a round, each CTA takes one tile, and all CTAs together take all tiles of some heads. Heads start their longest tile
-    first in one round, and last in the next round. So a CTA with a long tile gets a short tile next.
+    If `problem.per_round` is given, all CTAs together take all tiles of some heads in a round. Heads start their longest tile
+    first in one round, and last in the next round. So a CTA with a long tile gets a short tile next, and CTAs end at about the
+    same time, without a counter.
     """
     if problem.per_round is not None:
         tile, batch_head = number % problem.tiles_m, number // problem.tiles_m

@@ -80,24 +80,18 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-        if w == 0:  # the first consumer need not wait for the others' Q
+        if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
             _load(tensors, tile, ring, 0)
     for fill in range(1, tile.key_tiles):
         _load(tensors, tile, ring, fill)
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O, from its slot `w` of `queries`."""
-    queries.o.index(w).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
-    fence_async_shared()
-    where = [tile.batch, tile.head, start_m, 0]
-    tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
-
-
-@gluon.jit
 def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute the w-th 64 query rows of the tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of the tile.
+
+    Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
+    """
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -131,8 +125,10 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, last, scale_log2, CAUSAL, MASKED=False)
     acc, m, l = _accumulate(acc, m, l, q, ring, full, seen, problem, last, scale_log2, CAUSAL, MASKED=True)
 
-    normalize = per_row(1.0 / l, acc_layout)
-    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
+    out = (acc * per_row(1.0 / l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    queries.o.index(w).reshape(out.shape).store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, start_m, 0], queries.o.index(w))
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < problem.seq_q)
     tma.store_wait(0)

@@ -95,7 +95,7 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-        if w == 0:  # the first consumer need not wait for the others' Q
+        if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
             _load(tensors, tile, ring, 0, start_n)
     for fill in range(1, tile.key_tiles):
         start_n -= BLOCK_N
@@ -103,21 +103,25 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O, from its slot `w` of `queries`."""
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
-        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
+        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
     else:
-        queries.o.index(w).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        where = [tile.batch, tile.head, start_m, 0]
-        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
+        where = [batch, head, start_m, 0]
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
 @gluon.jit
 def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute the w-th 64 query rows of the tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of the tile.
+
+    Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
+    """
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -136,18 +140,19 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + w * ROWS
     seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
+    fill = 0
 
     offs_m = start_m + gl.arange(0, ROWS, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = matrix(queries.q.index(w))
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
+    fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
     last = start_m + problem.diagonal  # the last key that the first row sees
     acc, m, l = _accumulate(acc, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
 
     normalize = per_row(1.0 / l, acc_layout)
-    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
+    _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     tma.store_wait(0)

@@ -22,7 +22,8 @@ def _scores(q, ring, fill):
 def _sums(p):
     """Return four partial sums of each row of p, one per thread that holds part of the row.
 
-    The threads add up the four only once, during the last matmul. So they do not wait for each other in every step.
+    Only LSE and 1 / l need whole row sums. So the threads add up the four only once, during the last matmul, and do not wait
+    for each other in every step.
     """
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 

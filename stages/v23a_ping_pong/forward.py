@@ -17,9 +17,10 @@ from common.kernels.hopper import (
     new_ring,
     per_row,
     require_hopper,
-    slot_and_phase,
+    signal,
     store_rows,
     wait_empty,
+    wait_full,
     wgmma_layout,
 )
 from common.layout import empty_rows
@@ -82,11 +83,10 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def _skip(ring, turns, fill, tiles, w: gl.constexpr):
     """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
-    STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
-        slot, _ = slot_and_phase(fill, STAGES)
-        _take_turn(turns, fill, w)  # keeps the consumers within one tile of each other
-        mbarrier.arrive(ring.empty.index(slot), count=1)
+        wait_full(ring.full, fill)
+        _take_turn(turns, fill, w)  # a skipped tile takes a turn, too
+        signal(ring.empty, fill)
         _hand_over(turns, w)
         fill += 1
     return fill
@@ -106,7 +106,7 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-        if w == 0:  # the first consumer need not wait for the others' Q
+        if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
             _load(tensors, tile, ring, 0, start_n, K=True, V=False)
     for fill in range(1, tile.key_tiles):
         start_n -= BLOCK_N
@@ -115,21 +115,26 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O, from its slot `w` of `queries`."""
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
-        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
+        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
     else:
-        queries.o.index(w).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        where = [tile.batch, tile.head, start_m, 0]
-        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
+        where = [batch, head, start_m, 0]
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
 @gluon.jit
 def _consumer(tensors, queries, ring, turns, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute the w-th 64 query rows of the tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of the tile.
+
+    Consumers take turns to start their matmuls. So they do not all compute their softmax at the same time: while one does,
+    the tensor cores run another's matmuls.
+    """
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -148,23 +153,25 @@ def _consumer(tensors, queries, ring, turns, problem, w: gl.constexpr, CAUSAL: g
     tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + w * ROWS
     seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
+    fill = 0
 
     offs_m = start_m + gl.arange(0, ROWS, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = matrix(queries.q.index(w))
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    fill = _skip(ring, turns, gl.to_tensor(0), tile.key_tiles - seen, w)  # key tiles that only the CTA's later consumers see
+    fill = _skip(ring, turns, fill, tile.key_tiles - seen, w)  # key tiles that only the CTA's later consumers see
     last = start_m + problem.diagonal  # the last key that the first row sees
     acc, m, l = _accumulate(acc, q, ring, turns, fill, seen, problem, last, scale_log2, w, CONSUMERS, CAUSAL)
 
-    # The last P V is still in flight. LSE and 1 / l do not need it.
+    # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
+    # meanwhile.
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = per_row(1.0 / l, acc_layout)
     # NOTE: this CTA loads nothing during its last matmul; in v24 a CTA computes several tiles, and loads the next one here.
     acc = warpgroup_mma_wait(0, [acc])
-    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
+    _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m)
     tma.store_wait(0)
 
 
@@ -186,7 +193,7 @@ def _forward_kernel(
         o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
     q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own slot
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    turns = new_barriers(CONSUMERS, 1)
+    turns = new_barriers(CONSUMERS, 1)  # one for each consumer: its turn to start matmuls
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr)
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full)

@@ -94,7 +94,10 @@ def _skip(ring, fill, tiles):
 
 @gluon.jit
 def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends."""
+    """Run on one warp: keep the buffers of Q, K and V full, tile after tile.
+
+    The next tile's loads start when the first consumer has stored its O, while other consumers still compute.
+    """
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -111,7 +114,7 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
             mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
             where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-            if w == 0:  # the first consumer need not wait for the others' Q
+            if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         for _ in range(1, tile.key_tiles):
             fill += 1
@@ -124,22 +127,25 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m):
-    """Store a consumer's rows of O, from its slot `w` of `queries`."""
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
         store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
     else:
-        queries.o.index(w).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
         where = [batch, head, start_m, 0]
-        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
 @gluon.jit
 def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile.
+
+    Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
+    """
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -174,7 +180,8 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
         acc, m, l = _accumulate(acc, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
         fill += seen
 
-        # The last P V is still in flight. LSE and 1 / l do not need it.
+        # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
+        # meanwhile.
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = per_row(1.0 / l, acc_layout)
@@ -265,7 +272,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
-    programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())
+    programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())  # persistent: one CTA per SM
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,
         lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,

@@ -163,9 +163,11 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here: this wait only makes the compiler compute p before the next matmuls.
+        # No matmul is in flight here, so this wait takes no time. Without it, the compiler spills more registers.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
+        # Issue two matmuls at once. dPᵀ is first, because dS needs it. So dV runs while the consumer waits for dS's slot and
+        # computes dS.
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
@@ -175,7 +177,7 @@ def _accumulate(
         ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
-        mbarrier.arrive(ds_ring.full.index(slot), count=1)
+        mbarrier.arrive(ds_ring.full.index(slot), count=1)  # after dK has started, because four warps meet here
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
         mbarrier.arrive(ring.empty.index(slot), count=1)
     return dk, dv

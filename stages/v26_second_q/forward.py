@@ -98,6 +98,7 @@ def _skip(ring, fill, tiles):
 def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr):
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
+    The shared counter lets a CTA with short tiles take more of them, so that all CTAs end at about the same time.
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share.
     """
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
@@ -118,7 +119,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             mbarrier.expect(queries.full.index(slot), tensors.q.block_type.nbytes)
             where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
-            if w == 0:  # the first consumer need not wait for the others' Q
+            if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
         number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
         for _ in range(1, tile.key_tiles):
@@ -148,7 +149,10 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
 
 @gluon.jit
 def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile.
+
+    Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
+    """
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -192,7 +196,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
         fill += seen
 
-        # The last P V is still in flight. LSE and 1 / l do not need it.
+        # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
+        # meanwhile.
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = per_row(1.0 / l, acc_layout)
@@ -288,7 +293,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
-    programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())
+    programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())  # persistent: one CTA per SM
     counter = lse.new_zeros(1, dtype=torch.int32)  # tiles taken so far, except each CTA's first tile
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,

@@ -172,6 +172,11 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
                     for w in gl.static_range(CONSUMERS):  # no consumer waits for these loads, which end before the CTA may end
                         mbarrier.wait(queries.full.index(w), 0)
                     mbarrier.wait(ring.full.index(0), 0)
+        for _ in range(1, key_tiles):
+            fill += 1
+            start_n -= BLOCK_N
+            _load(tensors, tile, ring, fill, start_n, K=True, V=True)
+        # Ask late, while the last V waits for its slot. If CTAs asked when a tile begins, long tiles would follow long tiles.
         if MODE == "again":
             failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, started, state)
         elif MODE == "running":
@@ -180,10 +185,6 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             number = tiles
         else:
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
-        for _ in range(1, key_tiles):
-            fill += 1
-            start_n -= BLOCK_N
-            _load(tensors, tile, ring, fill, start_n, K=True, V=True)
         if key_tiles > 0:
             _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, K=False, V=True)
         fill += 2

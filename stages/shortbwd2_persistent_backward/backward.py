@@ -231,6 +231,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         _load_kv(tensors, tile, kv)
         for step in range(tile.steps):
             _load(tensors, tile, ring, fill, step)
+        # Ask late, after all loads. If CTAs asked when a tile begins, long tiles would follow long tiles.
         number = problem.tiles
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)

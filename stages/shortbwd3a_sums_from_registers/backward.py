@@ -238,12 +238,13 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
             _load(tensors, tile, ring, fill, step)
         if turn > 0:
             _store_dkv(tensors, previous, kv, turn - 1)
+        for step in range(early, tile.steps):
+            _load(tensors, tile, ring, fill, step)
+        # Ask late, after all loads. If CTAs asked when a tile begins, long tiles would follow long tiles.
         number = problem.tiles
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
             _pass_on(number, next_tiles, turn)
-        for step in range(early, tile.steps):
-            _load(tensors, tile, ring, fill, step)
         previous = Place(tile.batch, tile.kv_head, tile.start_n)
         fill += tile.steps
         turn += 1

@@ -121,11 +121,12 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
             if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
-        number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
         for _ in range(1, tile.key_tiles):
             fill += 1
             start_n -= BLOCK_N
             _load(tensors, tile, ring, fill, start_n, K=True, V=True)
+        # Ask late, while the last V waits for its slot. If CTAs asked when a tile begins, long tiles would follow long tiles.
+        number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, K=False, V=True)
         fill += 2
         slot, _ = slot_and_phase(turn, Q_STAGES)

@@ -48,15 +48,10 @@ SHARE = _OfThisGPU()
 
 @triton.jit
 def heads_of_group(seq, heads, ROW_BYTES: tl.constexpr, L2_SHARE: tl.constexpr = None):
-    """Return how many of `heads` heads form a group with a causal mask; see `tile_and_head`.
-
-    Groups have the same size, and the last one may be smaller by a few heads. If it had only one or two, its longest tiles
-    would start when the GPU is nearly done: up to 1.6 times the time. So a group may have almost twice the share.
-    """
+    """Return how many of `heads` heads form a group with a causal mask; see `tile_and_head`."""
     share: tl.constexpr = SHARE if L2_SHARE is None else L2_SHARE
     rows = tl.maximum(share // ROW_BYTES, 1)  # rows that fit into the share
-    groups = heads // tl.minimum(tl.maximum(rows // seq, 1), heads)
-    return tl.cdiv(heads, groups)
+    return tl.minimum(tl.maximum(rows // seq, 1), heads)  # at most `heads`, so that a group's tiles fit in int32
 
 
 @triton.jit
@@ -73,8 +68,9 @@ def tile_and_head(
 
     With a causal mask, tiles take different times. If a slow tile starts last, the other SMs are idle at the end. So slow tiles
     start first: programs take tile 0 of each head in a group of heads, then tile 1 of each head, and so on. Tile 0 must take
-    the longest time. A group has only so many heads that their rows stay in the L2 cache: about SHARE bytes (L2_SHARE in
-    tests), unless it has one head.
+    the longest time. A group has only so many heads that their rows stay in the L2 cache: at most SHARE bytes (L2_SHARE in
+    tests), unless it has one head. The last group also takes the heads that are left over, and so has fewer than twice as many:
+    a small group's longest tiles would start when the other SMs have nearly ended.
 
     If g query heads share K and V, pass the number of keys divided by g as `seq`, because the L2 cache holds K and V once for g
     heads. A persistent CTA computes several tiles. For each tile, it passes the `program` and `programs` of a launch with one
@@ -86,8 +82,10 @@ def tile_and_head(
     if CAUSAL:
         heads = programs // tiles
         group = heads_of_group(seq, heads, ROW_BYTES, L2_SHARE)
-        first = program // (group * tiles) * group
-        group = tl.minimum(group, heads - first)
+        last = heads // group - 1
+        turn = tl.minimum(program // (group * tiles), last)
+        first = turn * group
+        group = tl.where(turn == last, heads - first, group)
         inside = program - first * tiles
         return inside // group, first + inside % group
     else:

@@ -281,7 +281,7 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     unseen = tile.unseen * w
     # ptxas (CUDA 12.8) computes the addresses of K/V slots only in the loop with a mask, though the loop without a mask uses
     # them, too. So the loop with a mask takes at least one step, even if none needs a mask, and always runs.
-    masked = gl.maximum(tile.masked, 1)
+    masked = tile.masked if kv.full.shape[0] == 1 else gl.maximum(tile.masked, 1)
     for step in range(unseen):
         slot, phase = slot_and_phase(fill + step, STAGES)
         # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.

@@ -1,5 +1,7 @@
 """Programs take every tile once, in the right order."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -27,14 +29,18 @@ def taken(tiles, heads, *arguments):
 
 @pytest.mark.filterwarnings("error")  # on the interpreter, numpy warns if a kernel divides by zero
 @pytest.mark.parametrize(
-    ("causal", "heads_in_share", "group"),
-    [(False, 16, 1), (True, 0.99, 1), (True, 1, 1), (True, 2, 3), (True, 3, 4), (True, 4, 7), (True, 7, 7), (True, 100, 7)],
-)
-def test_programs_go_through_a_group_of_heads_longest_tile_first(causal, heads_in_share, group):
-    """Without a causal mask, and if a head is larger than the L2 cache's share, a group has one head. No group is much smaller
-    than the others: the share sets the number of groups, and they divide the heads."""
-    groups = [range(first, min(first + group, HEADS)) for first in range(0, HEADS, group)]
-    expected = [(tile, head) for heads in groups for tile in range(TILES) for head in heads]
+    ("causal", "heads_in_share", "sizes"),
+    [
+        (False, 16, [1] * 7), (True, 0.99, [1] * 7), (True, 1, [1] * 7), (True, 2, [2, 2, 3]), (True, 3, [3, 4]),
+        (True, 4, [7]), (True, 7, [7]), (True, 100, [7]),
+    ],
+)  # fmt: skip
+def test_programs_go_through_a_group_of_heads_longest_tile_first(causal, heads_in_share, sizes):
+    """Without a causal mask, and if a head is larger than the L2 cache's share, a group has one head. The last group has the
+    heads that are left over, too."""
+    heads = iter(range(HEADS))
+    groups = [list(itertools.islice(heads, size)) for size in sizes]
+    expected = [(tile, head) for group in groups for tile in range(TILES) for head in group]
     assert taken(TILES, HEADS, SEQ, ROW_BYTES, causal, int(heads_in_share * SEQ * ROW_BYTES)) == expected
 
 

@@ -354,14 +354,16 @@ def show_stale():
 
 
 def chosen(name: str, work: Workload) -> str:
-    """Return the stages whose passes the stage `name` chooses for a workload; "-" if it has no function `choice`."""
+    """Return the stages whose passes the stage `name` chooses for a workload, with the words of its function `choice` about the
+    division of the work. Return "-" if it has no such function."""
     if not (choose := getattr(stages.load(name), "choice", None)):
         return "-"
     taken = inspect.signature(choose).parameters
     given = {each: getattr(work, each) for each in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "causal")}
     given |= {"seq_q": work.seq_len, "seq_k": work.kv_len, "diagonal": 0, "dtype": workloads.DTYPES[work.dtype]}
     found = choose(**{each: value for each, value in given.items() if each in taken})
-    return ", ".join(getattr(found, CODE[part]) for part in work.pass_.split("+"))
+    passes = [CODE[part] for part in work.pass_.split("+")]
+    return "; ".join(": ".join(filter(None, [getattr(found, each), getattr(found, f"{each}_work", "")])) for each in passes)
 
 
 def choices(name: str, works: list[Workload]) -> str:

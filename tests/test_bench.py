@@ -212,15 +212,15 @@ def test_a_choice_is_printed_for_each_workload_and_nothing_is_measured(monkeypat
     def choice(batch, seq_k, causal, dtype):
         """A choice need not take all facts of a workload."""
         assert (batch, causal, dtype) == (1, False, torch.float16)
-        return Choice("v2_fa1_tiling" if seq_k < 64 else "v3_fa2_causal", "v4_autotune_descriptor")
+        return Choice("v2_fa1_tiling" if seq_k < 64 else "v3_fa2_causal", "v4_autotune_descriptor", "3 tiles")
 
-    Choice = collections.namedtuple("Choice", ["forward", "backward"])
+    Choice = collections.namedtuple("Choice", ["forward", "backward", "forward_work"])
     monkeypatch.setattr(stages.load("v5"), "choice", choice, raising=False)
     shape = ["--seq-len=32", "--kv-len=32,64", "--causal=no", "--head-dim=16", "--batch=1", "--pass=fwd,fwd+bwd"]
     assert bench.main(["--choice", "--stage=v5", *shape]) == 0
     rows = [line.strip("|").split("|")[1].strip() for line in capsys.readouterr().out.splitlines()]
-    both = ", v4_autotune_descriptor"
-    assert rows[2:] == ["v2_fa1_tiling", "v2_fa1_tiling" + both, "v3_fa2_causal", "v3_fa2_causal" + both]
+    both, (short, long) = "; v4_autotune_descriptor", (f"{name}: 3 tiles" for name in ("v2_fa1_tiling", "v3_fa2_causal"))
+    assert rows[2:] == [short, short + both, long, long + both]
     with pytest.raises(SystemExit, match="v3_fa2_causal chooses nothing"):
         bench.main(["--choice", "--stage=v3"])
 

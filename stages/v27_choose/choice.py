@@ -3,16 +3,27 @@
 from typing import NamedTuple
 
 import torch
+import triton
+
+from common.runtime import num_sms
 
 from .backward import BACKWARDS, chosen_backward
 from .forward import FORWARDS, chosen_forward
 
 
 class Choice(NamedTuple):
-    """The directory names of the stages whose passes run."""
+    """The directory names of the stages whose passes run, and in words how they divide the work."""
 
     forward: str
     backward: str
+    forward_work: str = ""
+    backward_work: str = ""
+
+
+def _in_words(size: str, tiles: int, splits: int = 1) -> str:
+    """Return the number of work tiles, and how many waves of CTAs they need if they all take the same time."""
+    shared = f" in {splits} splits" if splits > 1 else ""
+    return f"{tiles} tiles of {size}{shared}, {tiles * splits / num_sms():.2f} waves"
 
 
 def choice(
@@ -24,6 +35,12 @@ def choice(
     """
     if dtype == torch.float32:
         return Choice("v6_tile_order", "v6_tile_order")
-    forward = FORWARDS[chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal, diagonal)]
-    backward = BACKWARDS[chosen_backward(head_dim, value_dim)]
-    return Choice(*(function.__module__.split(".")[1] for function in (forward, backward)))
+    chosen = chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal, diagonal)
+    track = chosen_backward(head_dim, value_dim)
+    homes = (function.__module__.split(".")[1] for function in (FORWARDS[chosen.track], BACKWARDS[track]))
+    keys = 64 if track == "wide" else 128
+    return Choice(
+        *homes,
+        _in_words(f"{chosen.queries} queries", chosen.tiles, chosen.splits),
+        _in_words(f"{keys} keys", triton.cdiv(seq_k, keys) * batch * kv_heads),
+    )

@@ -17,5 +17,5 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         Unavailable: the GPU is not a Hopper GPU.
     """
     require_hopper(__package__)
-    track = chosen_forward(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, diagonal)
-    return FORWARDS[track](q, k, v, causal=causal, scale=scale, diagonal=diagonal)
+    chosen = chosen_forward(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, diagonal)
+    return FORWARDS[chosen.track](q, k, v, causal=causal, scale=scale, diagonal=diagonal)

@@ -1,5 +1,7 @@
 """The newest stage chooses among the ends of the tracks. Each choice is reached, and runs the pass that it names."""
 
+import re
+
 import pytest
 import torch
 from cases import by_functions, check, make_inputs
@@ -31,6 +33,9 @@ def test_every_track_is_chosen_and_is_a_track_s_end():
         chosen = [NEWEST.choice(*problem) for problem in PROBLEMS]
     assert {choice.forward for choice in chosen} == FORWARDS
     assert {choice.backward for choice in chosen} == BACKWARDS
+    assert chosen[-2].forward_work == "2048 tiles of 128 queries, 15.52 waves"
+    assert chosen[-1].backward_work == "2048 tiles of 64 keys, 15.52 waves"
+    assert re.fullmatch(r"64 tiles of \d+ queries in \d+ splits, [\d.]+ waves", chosen[0].forward_work)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's number of SMs makes small problems long")

@@ -240,9 +240,9 @@ def producer_backward(p: Problem) -> Steps:
     stats = p.heads * tiles * m * 2 * FLOAT  # log2(e) · LSE, and delta, padded to whole tiles
     sums = p.heads * tiles * m * p.head_dim * FLOAT  # dQ in float32, padded to whole tiles
     yield 2 * p.o + p.row, stats + sums  # read O, dO and LSE; set the sums to 0
-    # Each key tile begins with the first query tile that sees it, or else with the last one.
-    first = [min(start // m, tiles - 1) if p.causal else 0 for start in range(0, p.seq_k, n)]
-    queries = p.heads * sum(p.seq_q - tile * m for tile in first)
+    # Each key tile begins with the first query tile that sees it. If none does, it has no steps.
+    first = [min(start // m, tiles) if p.causal else 0 for start in range(0, p.seq_k, n)]
+    queries = p.heads * sum(max(p.seq_q - tile * m, 0) for tile in first)
     padded = p.heads * sum(tiles - tile for tile in first) * m  # `queries`, with whole tiles
     yield (
         p.k + p.v + queries * (p.row_of_q + p.row_of_o) + padded * 2 * FLOAT,  # K and V once; in each step: Q, dO, stats

@@ -18,7 +18,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def speeds(run: Run, name: str, works: list[Workload]) -> dict[Workload, float]:
-    """Return the speed of an implementation over that of the fastest library, for the workloads that both were measured on."""
+    """Return an implementation's speed over the fastest library's, for each workload that has both times."""
     ours, theirs = run.times(name, works), run.times(FASTEST, works)
     return {work: theirs[work] / ours[work] for work in works if work in ours and work in theirs}
 

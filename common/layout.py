@@ -6,6 +6,11 @@ from torch import Tensor
 ALIGNMENT = 16  # kernels want addresses that are multiples of 16 bytes, and strides that are multiples of 16 elements
 
 
+def cdiv(rows: int, tile: int) -> int:
+    """Return the number of tiles that hold all rows. `triton.cdiv` does the same, but is slow on the host."""
+    return -(-rows // tile)
+
+
 def contiguous_rows(tensor: Tensor) -> Tensor:
     """Return `tensor` if its last dimension is contiguous, else a contiguous copy.
 

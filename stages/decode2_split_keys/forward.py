@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -24,7 +23,7 @@ from common.kernels.hopper import (
     wait_full,
     wgmma_layout,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
@@ -321,12 +320,12 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     shape = TILES[width]
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
-    if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
+    if cdiv(seq_q * packed, shape.queries) == cdiv(seq_q, shape.queries) * packed:
         packed = 1  # packing would make no fewer tiles
     before = diagonal % (64 // packed)  # positions before query 0
-    tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
+    tiles_m = cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
-    key_tiles = triton.cdiv(keys, shape.keys)
+    key_tiles = cdiv(keys, shape.keys)
     splits = splits_of(tiles, key_tiles, programs)
     return Plan(shape, packed, tiles, splits)
 

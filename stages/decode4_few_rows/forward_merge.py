@@ -3,12 +3,12 @@
 Splits take few microseconds, so the merge's latency counts: PDL launches it early, and a thread loads many splits at once.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.hopper import LOG2_E
+from common.layout import cdiv
 
 
 @gluon.jit(do_not_specialize=["rows", "heads", "seq_q", "splits"])
@@ -58,7 +58,7 @@ def merge(parts, lses, out, lse):
     own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into 64 registers of each thread
     at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)  # 4 * own: four warps share a row
     merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
-    _merge_kernel[triton.cdiv(lse.numel(), merged),](
+    _merge_kernel[cdiv(lse.numel(), merged),](
         parts, lses, out, lse, *out.stride()[:3], lse.numel(), *lse.shape[1:], splits,
         VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -4,7 +4,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -25,7 +24,7 @@ from common.kernels.hopper import (
     wait_full,
     wgmma_layout,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
@@ -330,14 +329,20 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
     """
 
     def cost(splits):
-        turns = triton.cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
+        turns = cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
         busy = tiles * splits / (turns * programs)  # fraction of the CTAs that have a tile
         key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)  # time to read it or to compute
         parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs  # time to write and read the splits' outputs
-        return turns * triton.cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
+        return turns * cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
 
-    costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
-    return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
+    # If the longest split has equally many key tiles for two numbers of splits, the larger number costs more. So skip it.
+    costs, splits = {}, 1
+    while splits <= min(key_tiles, programs):
+        costs[splits] = cost(splits)
+        longest = cdiv(key_tiles, splits)
+        splits = cdiv(key_tiles, longest - 1) if longest > 1 else key_tiles + 1
+    good = 1.01 * min(costs.values())
+    return next(splits for splits, cost in costs.items() if cost <= good)
 
 
 class Plan(NamedTuple):
@@ -358,15 +363,15 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
     # Rows are few if a tile of 128 rows holds all packed rows of a K/V head, because half of 256 rows would be empty. Rows are
     # also few if tiles of 256 rows would keep too few CTAs busy.
-    squares = triton.cdiv(seq_q * packed, 128) * triton.cdiv(keys, 128) * batch * (heads // packed)
+    squares = cdiv(seq_q * packed, 128) * cdiv(keys, 128) * batch * (heads // packed)
     few = seq_q * packed <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
     shape = (FEW_ROWS if few else TILES)[width]
-    if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
+    if cdiv(seq_q * packed, shape.queries) == cdiv(seq_q, shape.queries) * packed:
         packed = 1  # packing would make no fewer tiles
     before = diagonal % (64 // packed)  # positions before query 0
-    tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
+    tiles_m = cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
-    key_tiles = triton.cdiv(keys, shape.keys)
+    key_tiles = cdiv(keys, shape.keys)
     splits = 1  # if tiles of many rows fill the GPU, a counter balances them better than splits would
     if few or tiles < programs:
         rows = min(seq_q * packed, shape.queries)

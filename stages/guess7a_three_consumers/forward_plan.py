@@ -1,8 +1,7 @@
 """How the host chooses between a guess and a running maximum."""
 
-import triton
-
 from common.kernels.order import mean_keys
+from common.layout import cdiv
 
 # A running maximum costs extra time for each key tile. A guess costs extra time for its launches, as much as SHORT key tiles,
 # and for each query tile's first keys, as much as FEW_KEY_TILES key tiles. So if a CTA has n query tiles with k key tiles each,
@@ -21,4 +20,4 @@ def is_short(tiles: int, seq_q: int, seq_k: int, diagonal: int, causal: bool, sh
         width: the larger of D and Dv.
     """
     keys = mean_keys(seq_q, min(seq_k, seq_q + diagonal), diagonal, shape.queries) if causal else seq_k
-    return triton.cdiv(tiles, programs) * (keys / shape.keys - FEW_KEY_TILES[width]) <= SHORT[width]
+    return cdiv(tiles, programs) * (keys / shape.keys - FEW_KEY_TILES[width]) <= SHORT[width]

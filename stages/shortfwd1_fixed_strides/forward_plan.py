@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-import triton
-
 from common.kernels.order import mean_keys
+from common.layout import cdiv
 
 # Fixed strides cost time because CTAs end at different times. This time grows with the keys of a CTA's query tiles. A counter
 # costs time for its launch, as much as LAUNCH_KEYS keys, and for each query tile, as much as TILE_KEYS keys. So if a CTA has n
@@ -27,8 +26,8 @@ def plan(batch, heads, seq_q, keys, diagonal, causal, queries, programs) -> Plan
 
     A query tile has `queries` queries, and `programs` CTAs run at the same time.
     """
-    tiles = triton.cdiv(seq_q + diagonal % 64, queries) * batch * heads
-    turns = triton.cdiv(tiles, programs)
+    tiles = cdiv(seq_q + diagonal % 64, queries) * batch * heads
+    turns = cdiv(tiles, programs)
     seen = mean_keys(seq_q, keys, diagonal, queries) if causal else keys
     # If every CTA has at most one tile, a counter has nothing to give out.
     short = turns == 1 or turns * (seen - TILE_KEYS) <= LAUNCH_KEYS

@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-import triton
-
 from common.kernels.order import mean_keys
+from common.layout import cdiv
 
 # Fixed strides cost time because CTAs end at different times. This time grows with the keys of a CTA's query tiles. A counter
 # costs time for its launch, as much as LAUNCH_KEYS keys, and for each query tile, as much as TILE_KEYS keys. So if a CTA has n
@@ -28,9 +27,9 @@ def plan(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs) 
 
     `width` is the larger of D and Dv. A query tile has `queries` queries, and `programs` CTAs run at the same time.
     """
-    tiles_m = triton.cdiv(seq_q + diagonal % 64, queries)
+    tiles_m = cdiv(seq_q + diagonal % 64, queries)
     tiles = tiles_m * batch * heads
-    turns = triton.cdiv(tiles, programs)
+    turns = cdiv(tiles, programs)
     seen = mean_keys(seq_q, keys, diagonal, queries) if causal else keys
     # If every CTA has at most one tile, a counter has nothing to give out.
     short = turns == 1 or turns * (seen - TILE_KEYS) <= LAUNCH_KEYS
@@ -38,6 +37,6 @@ def plan(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs) 
     # In a round, each CTA takes one tile. If the number of CTAs is a multiple of tiles_m, a round has all tiles of some heads.
     # So use fewer CTAs, unless that adds a round. Not up to D = 64, where this order was slower on an H200.
     fewer = programs - programs % tiles_m
-    if causal and short and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:
+    if causal and short and width > 64 and fewer and cdiv(tiles, fewer) == turns:
         programs = per_round = fewer
     return Plan(programs, short, per_round)

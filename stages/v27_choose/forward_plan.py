@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-import triton
-
+from common.layout import cdiv
 from common.runtime import num_sms
 from stages.decode5_planned_splits.forward import plan as plan_of_decode
 from stages.guess7_short_rows.forward import TILES
@@ -33,8 +32,8 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     if plan.few or plan.splits > 1:
         return decode
     shape = TILES[width]
-    tiles = triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
+    tiles = cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
     if not is_short(tiles, seq_q, seq_k, diagonal, causal, shape, width, programs):
         return Chosen("guess", shape.queries, tiles, 1)
-    fewer_waves = triton.cdiv(plan.tiles, programs) < triton.cdiv(tiles, programs)
+    fewer_waves = cdiv(plan.tiles, programs) < cdiv(tiles, programs)
     return decode if fewer_waves else Chosen("shortfwd", shape.queries, tiles, 1)

@@ -4,6 +4,7 @@ Query heads that share a K/V head share a tile.
 """
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -199,6 +200,32 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
         best = splits(tiles, 400)
         turns = -(-tiles * best // 132) * -(-400 // best)
         assert turns <= 1.2 * tiles * 400 / 132 + 4, "the programs are busy nearly all of the time"
+
+
+@pytest.mark.parametrize("name", once_by_file(PLANNING, "forward.py"))
+def test_splits_are_those_of_a_full_search(name):
+    """The stage skips numbers of splits that cannot be the best. A search over all numbers finds the same."""
+    names = names_in(name)
+    splits_of, crowded, rows_read, merge = (names[each] for each in ("splits_of", "CROWDED", "ROWS_READ", "MERGE"))
+
+    def searched(tiles, key_tiles, rows, keys, width, programs):
+        def cost(splits):
+            turns = -(-tiles * splits // programs)
+            busy = tiles * splits / (turns * programs)
+            key_tile = keys * width * max(1 + crowded * busy**2, rows / rows_read)
+            parts = 2 * tiles * splits * rows * width * (1 + crowded) / programs
+            return turns * -(-key_tiles // splits) * key_tile + (merge + parts) * (splits > 1)
+
+        costs = [cost(splits) for splits in range(1, min(key_tiles, programs) + 1)]
+        return next(splits for splits, each in enumerate(costs, 1) if each <= 1.01 * min(costs))
+
+    draw = random.Random(0)
+    for _ in range(3000):
+        shape = (
+            int(2 ** draw.uniform(0, 10)), int(2 ** draw.uniform(0, 11)), draw.randint(1, 256), draw.choice([64, 128]),
+            draw.choice([32, 128, 192, 256, 512]), draw.choice([1, 4, 78, 114, 132]),
+        )  # fmt: skip
+        assert splits_of(*shape) == searched(*shape), shape
 
 
 COUNTING = [name for name in SPLITTING if "counted" in getattr(names_in(name).get("Plan"), "_fields", ())]

@@ -3,9 +3,9 @@
 A descriptor tells TMA where a tensor lies, so TMA computes the addresses of a tile and clips it at the tensor's end. Threads
 spend neither instructions nor registers on this, which makes room for larger tiles.
 
-The tile sizes are fixed to prepare the port to Gluon, whose layouts and buffers depend on them. Each tile is as large as
-Hopper's registers and shared memory allow in 16 bits: with more queries per tile, programs read K and V less often. These tiles
-suit neither other GPUs nor float32.
+The tile sizes are fixed to prepare the port to Gluon, whose layouts and buffers depend on them. Its loading and computing
+functions share a `Tile`. A tile is as large as Hopper's registers and shared memory allow in 16 bits: with more queries per
+tile, programs read K and V less often. These tiles suit neither other GPUs nor float32.
 """
 
 from typing import NamedTuple
@@ -16,20 +16,21 @@ import triton.language as tl
 
 from common.kernels.descriptors import describe
 from common.kernels.hopper import LOG2_E, require_hopper
-from common.kernels.order import tile_and_head
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
+
+from .forward_scheduler import Problem, _tile
 
 
 @triton.jit
 def _accumulate(
-    acc, m, l, q, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
+    acc, m, l, q, k_desc, v_desc, tile, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        k = k_desc.load([tile.batch, tile.kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
         s = tl.dot(q, k.T)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             visible = offs_n[None, :] < seq_k
@@ -40,7 +41,7 @@ def _accumulate(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + tl.sum(p, 1)
-        v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
+        v = v_desc.load([tile.batch, tile.kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
         m = m_new
     return acc, m, l
@@ -49,19 +50,16 @@ def _accumulate(
 @triton.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
+    batch_heads, heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
-    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
-    start_m = (tiles_m - 1 - tile) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
-    batch = batch_head // heads
-    head = batch_head % heads
-    kv_head = head // heads_per_kv
-    offs_m = start_m + tl.arange(0, BLOCK_M)
+    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
+    tile = _tile(tl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    offs_m = tile.start_m + tl.arange(0, BLOCK_M)
 
-    q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
+    q = q_desc.load([tile.batch, tile.head, tile.start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
 
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -70,20 +68,19 @@ def _forward_kernel(
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
-    end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
-    full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    full = (tl.minimum(tile.start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_desc, v_desc, tile, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_desc, v_desc, tile, full, tile.key_tiles * BLOCK_N, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True,
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
-    out_desc.store([batch, head, start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
-    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
+    out_desc.store([tile.batch, tile.head, tile.start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
+    lse_ptrs = lse_ptr + tile.batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
@@ -92,7 +89,7 @@ class Shape(NamedTuple):
 
     queries: int  # query rows
     keys: int  # keys of a key tile
-    kv_slots: int  # buffers of K and V, which the compiler makes for `num_stages`
+    kv_slots: int  # buffers of K and V
 
 
 # TILES is indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers depend on them.
@@ -121,7 +118,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
         describe(q, shape.queries, head_dim), describe(k, shape.keys, head_dim), describe(v, shape.keys, value_dim),
         describe(out, shape.queries, value_dim),
-        lse, scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
         CAUSAL=causal, num_warps=shape.queries // 16, num_stages=shape.kv_slots,
     )  # fmt: skip

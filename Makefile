@@ -83,8 +83,8 @@ test-long: $(SETUP)  ## run all tests, including the slow tests; STAGE=v3: those
 sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="…" goes to common.measure.sanitize (ARGS=--help)
 	$(PYTHON) -m common.measure.sanitize $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its parent and v0, or random shapes, GRID=random SEED=0; ARGS="…" goes to bench.py (ARGS=--help)
-	@$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(if $(GRID),$(if $(filter random,$(GRID)),--random=$(or $(SEED),0),--reference=$(GRID))) $(ARGS)
+bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its parent and v0, or random shapes, GRID=random SEED=1; ARGS="…" goes to bench.py (ARGS=--help)
+	@$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(if $(GRID),$(if $(filter random,$(GRID)),--random$(addprefix =,$(SEED)),--reference=$(GRID))) $(ARGS)
 
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (default 2); ARGS="…" goes to common.measure.scaling
 	$(PYTHON) -m common.measure.scaling $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)

@@ -17,7 +17,7 @@ import signal
 import statistics
 import sys
 from collections import Counter
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple, fields
 from pathlib import Path
 
 import pytest
@@ -52,7 +52,7 @@ GPU_CASE_S = 0.75
 # backward takes 2.5 times as long.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
-SHAPES = 100  # random shapes of a run
+SEED, SHAPES = 100, 100  # the seed of the reference run's random shapes, and their number; no constant is fitted to this seed
 NEW_LENGTHS = 20  # lengths of each workload for the host's time of new lengths
 
 CHECKED_SCORES = 2**33  # the check computes at most this many float64 scores: those of 32 heads with 16384 queries and keys
@@ -99,13 +99,6 @@ def _above_0(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise ValueError(f"{text!r} is not a number above 0")
     return float(text)
-
-
-def _seed(text: str) -> int:
-    """Parse a whole number. Raise ValueError for other texts."""
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(text)
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -167,9 +160,12 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--random",
-        type=single(_seed),
+        type=single(positive),
+        nargs="?",
+        const=SEED,
         metavar="SEED",
-        help="measure random shapes, the same for the same SEED; the default is the newest stage beside the fastest libraries",
+        help=f"measure random shapes, the same for the same SEED (default: {SEED}), by default with the newest stage and the "
+        "fastest libraries",
     )
     parser.add_argument("--shapes", type=single(positive), help=f"the number of random shapes; default: {SHAPES}")
     parser.add_argument(
@@ -192,6 +188,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options.for_pytest = _for_pytest(parser, words)
     if options.reference and (options.again or any(getattr(options, name) for name in defaults)):
         parser.error("--reference selects all cases itself, so only --json and --check can be added")
+    if options.check == "only" and options.json:
+        parser.error("argument --json: --check=only measures nothing that could be saved")
     if options.random is None and options.shapes:
         parser.error("argument --shapes: only --random draws shapes")
     if options.random is not None:
@@ -243,7 +241,8 @@ EVERYTHING = [*BASELINES, *(name for name in stages.names() if not stages.is_exp
 NEWEST = [*BASELINES, *stages.line()[-2:]]  # the newest stage chooses; the stage before it is the trunk's last without a choice
 SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; NEWEST is measured at more lengths
 # FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of a run's time.
-FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), stages.newest()]
+LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
+FASTEST = [*LIBRARIES, stages.newest()]
 
 
 def _track_runs() -> dict[str, list[tuple[list[str], list[str]]]]:
@@ -289,8 +288,8 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         ["--head-dim=128", "--seq-len=1023,3001,5000"],
     )],
     # FlashAttention-3 and -4 do not run in one process.
-    "random": [(["--random=0"], ["sdpa-cudnn", "flash-3", stages.newest()])],
-    "random-flash-4": [(["--random=0"], ["flash-4", stages.newest()])],
+    "random": [(["--random"], ["sdpa-cudnn", "flash-3", stages.newest()])],
+    "random-flash-4": [(["--random"], ["flash-4", stages.newest()])],
     **_track_runs(),
 }  # fmt: skip
 
@@ -310,7 +309,7 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     random: then ten minutes suffice for no case more.
     """
     if not options.reference:
-        names = [*BASELINES, *chosen_stages(options.stage)] if options.random is None else [*FASTEST[:-1], *options.stage]
+        names = [*BASELINES, *chosen_stages(options.stage)] if options.random is None else [*LIBRARIES, *options.stage]
         chosen = [(options.workloads, names)]
         again = options.again
     else:
@@ -442,16 +441,11 @@ def _problem(workload: Workload):
 
 def _host_of_new_lengths(impl: str, workload: Workload) -> list[float]:
     """Return the CPU seconds of calls whose lengths no call had before. The kernels are compiled."""
-    longest = replace(workload, seq_len=workload.seq_len + NEW_LENGTHS, kv_len=workload.kv_len + NEW_LENGTHS)
-    tensors, found = longest.inputs(), []
-    for more in range(1, NEW_LENGTHS + 1):
-        q, k, v, grad_out = (
-            tensor[:, :, : length + more].contiguous()
-            for tensor, length in zip(
-                tensors, (workload.seq_len, workload.kv_len, workload.kv_len, workload.seq_len), strict=True
-            )
-        )
-        found += timing.host_seconds_of_each([timed_call(impl, workload, (q, k, v, grad_out))])
+    w, found = workload, []
+    tensors = list(zip(w.inputs(), (w.seq_len, w.kv_len, w.kv_len, w.seq_len), strict=True))
+    for fewer in range(1, NEW_LENGTHS + 1):  # fewer and not more: the tuner's choices hold up to the next power of two
+        shorter = [tensor[:, :, : max(1, length - fewer)].contiguous() for tensor, length in tensors]
+        found += timing.host_seconds_of_each([timed_call(impl, w, shorter)])
     return found[len(found) // 4 :]  # an early length may compile a kernel of its own, such as that of odd lengths
 
 
@@ -528,6 +522,8 @@ class Bench:
         self.machine = machine.facts() | {"matmul_tflops": {}}
         if DEVICE == "cpu":
             self.machine["tiles"] = GPU.name
+        if self.check == "no":
+            self.machine["checked"] = False
 
     def pytest_collection_finish(self, session):
         every = [dict(item.callspec.params) for item in session.items]

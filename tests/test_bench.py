@@ -41,7 +41,8 @@ def test_options_take_lists_repeated_flags_and_short_names():
     (["--kv-len", "64", "--seq-len=64,128"], "argument --kv-len: a causal workload has as many keys as queries"),
     (["--score-std", "wide"], "'wide'"),
     (["--sink", "-1"], "'-1' is not a sink such as"), (["--sink", "16@99999"], "argument --sink: there is no key 99999"),
-    (["--random", "x"], "'x' is not a whole number"), (["--shapes", "3"], "argument --shapes: only --random draws shapes"),
+    (["--random", "x"], "'x' is not a whole number"), (["--check=only", "--json=run.json"], "--check=only measures nothing"),
+    (["--shapes", "3"], "argument --shapes: only --random draws shapes"),
     (["--random", "1", "--dtype=float16"], "--random draws all shapes itself"),
     (["--random", "1", "--reference=newest-d64"], "--random draws all shapes itself"),
     (["--json", "no/such/directory/run.json"], "no/such/directory"),
@@ -92,13 +93,14 @@ def test_cases_follow_the_papers_or_the_command_line(monkeypatch):
 
 def test_random_shapes_are_measured_for_the_newest_stage_or_the_chosen_ones_beside_fast_libraries():
     libraries = [name for name in bench.BASELINES if name != "sdpa-flash"]
+    assert found("--random") == draw(bench.SEED, bench.SHAPES)
     options = bench.parse_options(["--random=5", "--shapes=2"])
     assert bench.cases(options) == [(impl, w) for w in draw(5, 2) for impl in (*libraries, stages.newest())]
     options = bench.parse_options(["--random=5", "--shapes=1", "--stage=v3"])
     assert bench.cases(options) == [(impl, w) for w in draw(5, 1) for impl in (*libraries, stages.resolve("v3"))]
     for part in ("random", "random-flash-4"):
         impls, works = zip(*reference_cases(part), strict=True)
-        assert [*dict.fromkeys(works)] == draw(0, bench.SHAPES) and stages.newest() in impls
+        assert [*dict.fromkeys(works)] == draw(bench.SEED, bench.SHAPES) and stages.newest() in impls
 
 
 def reference_cases(name, again=False):
@@ -294,10 +296,10 @@ def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pa
 # --- whole runs
 
 
-def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes")):
+def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes"), save=("--json=run.json",)):
     """Run bench.py in a process of its own. `prepare` is Python code that runs first, to change `bench`."""
     source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
-    small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", "--json=run.json", "--wide"]
+    small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", *save, "--wide"]
     return programs.python("-c", source, *small, *arguments, cwd=directory)
 
 
@@ -335,15 +337,28 @@ def tables(records, machine):
     return speed_table(records, machine) if DEVICE == "cuda" else counts.tables(records, machine, wide=True)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_host_s_time_is_that_of_lengths_that_no_call_had(causal, monkeypatch):
+    lengths = []
+    monkeypatch.setattr(bench, "timed_call", lambda impl, work, inputs: tuple(tensor.shape[2] for tensor in inputs))
+    monkeypatch.setattr(bench.timing, "host_seconds_of_each", lambda calls: lengths.extend(calls) or [float(len(lengths))])
+    work = Workload("bwd", 1, 2, 32 if causal else 1, 16, causal, "float16", kv_len=None if causal else 64)
+    times = bench._host_of_new_lengths("v0_naive", work)
+    assert len({*lengths}) == bench.NEW_LENGTHS and (work.seq_len, work.kv_len, work.kv_len, work.seq_len) not in lengths
+    assert all(q == grad_out and k == v and (q == k or not causal) for q, k, v, grad_out in lengths)
+    assert times == [*range(bench.NEW_LENGTHS // 4 + 1, bench.NEW_LENGTHS + 1)]  # without the first, which may compile
+
+
 def test_a_check_alone_measures_and_saves_nothing_and_a_run_without_checks_finds_no_error(tmp_path):
     wrong = "v0 = bench.stages.load('v0').attention\n"
     wrong += "bench.BASELINES['wrong'] = lambda q, k, v, *, causal: 2 * v0(q, k, v, causal=causal)"
-    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", "--check=only", prepare=wrong)
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", "--check=only", prepare=wrong, save=())
     count = len(bench.BASELINES)
     assert done.returncode == 1 and f"{count + 1} of {count + 2} cases are right, wrong WRONG (1)" in done.stdout
     assert not [*tmp_path.glob(".benchmarks/*/*.json")]
     done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", "--check=no", prepare=wrong)
     assert done.returncode == 0 and "| wrong" in done.stdout
+    assert json.loads((tmp_path / "run.json").read_text())["machine_info"]["checked"] is False
 
 
 @pytest.mark.long

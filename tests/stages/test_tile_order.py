@@ -1,5 +1,6 @@
 """Stages whose idea is an order of tiles take their tiles in that order, and their results are right."""
 
+import ast
 import collections
 import itertools
 
@@ -226,3 +227,23 @@ def test_query_tiles_of_a_backward_turn_in_each_second_wave(name, watch, monkeyp
         masked, others = [2 * key_tile, 2 * key_tile + 1], range(2 * key_tile + 2, 10)
         expected[key_tile, head] = [*masked, *(reversed(others) if key_tile < 3 else others)]
     assert watch.of_programs() == expected
+
+
+def asking(pass_):
+    """Return the stages whose producer takes tiles from a counter, each distinct file once."""
+    file = f"{pass_}.py"
+    every = [name for name in stages.names() if "atomic_add(" in (stages.source(name, file) or "")]
+    return once_by_file([name for name in every if "def _producer(" in stages.source(name, file)], file)
+
+
+@pytest.mark.parametrize(("pass_", "name"), [(pass_, name) for pass_ in ("forward", "backward") for name in asking(pass_)])
+def test_a_producer_asks_for_its_next_tile_after_it_has_started_its_loads(pass_, name):
+    """A CTA that asks when a tile begins takes tiles in the order in which CTAs began. Results do not depend on it, and the
+    interpreter has no time, so the test reads the code."""
+    (producer,) = (
+        node for node in ast.parse(stages.source(name, f"{pass_}.py")).body if getattr(node, "name", "") == "_producer"
+    )
+    (asked,) = (node.lineno for node in ast.walk(producer) if isinstance(node, ast.Attribute) and node.attr == "atomic_add")
+    loops = [node for node in ast.walk(producer) if isinstance(node, ast.For) and "key_tiles" in ast.unparse(node.iter)]
+    loops += [node for node in ast.walk(producer) if isinstance(node, ast.For) and "tile.steps" in ast.unparse(node.iter)]
+    assert loops and all(loop.end_lineno < asked for loop in loops)

@@ -410,6 +410,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    # NOTE: if these tiles are fewer than the SMs, some SMs are idle; shortbwd7 lets several CTAs share a tile.
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.

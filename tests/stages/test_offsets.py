@@ -68,7 +68,9 @@ def test_offsets_of_dq(name, launch, huge):
     dq = huge(3 * 64 * stride + head_dim, torch.float16)
     sums[-block_m * head_dim :] = 3.0
     kernel = names_in(name, "backward")["_finish_kernel"]
-    launch(kernel, tile, sums, dq, stride, stride, stride, 0.5, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=1)
+    sizes = {"HEAD_DIM": head_dim, "BLOCK_M": block_m, "PARTS": 1}
+    others = dict.fromkeys({*kernel.arg_names[8:]} - {*sizes})  # a stage may have arguments for dK and dV; None: no work
+    launch(kernel, tile, sums, dq, stride, stride, stride, 0.5, heads, seq_q, **sizes, **others)
     assert (dq[-head_dim:] == 1.5).all()
 
 
@@ -83,11 +85,11 @@ def test_offsets_of_statistics(name, launch, huge):
     tensors = {
         "out_desc": rows, "do_desc": rows, "lse_ptr": huge(heads * seq_q), "stats_ptr": huge((tile + 1) * 2 * block_m),
         "sums_ptr": huge((tile + 1) * block_m * dim), "tickets_ptr": huge(tile + 1, torch.int32),
-        "counter_ptr": torch.ones(1, dtype=torch.int32),
+        "counter_ptr": torch.ones(1, dtype=torch.int32), "dkv_sums_ptr": None,
     }  # fmt: skip
     tensors["lse_ptr"][-1] = 2.0
     tensors["sums_ptr"][-1] = tensors["tickets_ptr"][-1] = 1
-    sizes = {"heads": heads, "seq_q": seq_q, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
+    sizes = {"heads": heads, "seq_q": seq_q, "chunks": 0, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
     kernel = names_in(name, "backward")["_prepare_kernel"]
     launch(kernel, tile, **{argument: (tensors | sizes)[argument] for argument in kernel.arg_names})
     lse_log2, delta = tensors["stats_ptr"][-2 * block_m :].split(block_m)

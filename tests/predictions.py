@@ -252,6 +252,20 @@ def producer_backward(p: Problem) -> Steps:
     yield sums, p.q  # dQ in float16
 
 
+def added_by_splits(p: Problem, splits: int) -> Steps:
+    """What the launches of a backward move more if `splits` CTAs share each key tile, and each takes at least one of its steps.
+
+    The L2 cache does the additions, so they only write.
+    """
+    tiles = p.kv_heads * math.ceil(p.seq_k / 128)
+    sums = tiles * 128 * (p.head_dim + p.value_dim) * FLOAT  # dK and dV, in whole tiles
+    taken = (splits - 1) * tiles * 4 if max(p.head_dim, p.value_dim) < 128 else 0  # persistent CTAs count the tiles they took
+    yield 0, sums  # set the sums to 0
+    read, written = (splits - 1) * (p.k + p.v), splits * sums - p.k - p.v  # K and V for each CTA; additions, not dK and dV
+    yield read + taken, written + taken
+    yield sums, p.k + p.v  # dK and dV in float16
+
+
 FORMULAS = {  # a stage's version -> the formulas of its forward and its backward
     "v0": (v0_forward, v0_backward),
     "v1": (v1_forward, v1_backward),

@@ -283,8 +283,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     # With a causal mask, the first query tiles may see only the first consumer's keys. The second consumer has its own pace, so
     # it skips them. It only hands over dS = 0, because dQ's warpgroup waits for the dS of both.
     unseen = tile.unseen * w
-    # ptxas (CUDA 12.8) computes the addresses of K/V slots only in the loop with a mask, though the loop without a mask uses
-    # them, too. So the loop with a mask takes at least one step, even if none needs a mask, and always runs.
+    # With two K/V slots, ptxas (CUDA 12.8) computes a slot's addresses only in the loop with a mask, though the loop without a
+    # mask uses them, too. So the loop with a mask then takes at least one step, even if none needs a mask, and always runs.
     masked = tile.masked if kv.full.shape[0] == 1 else gl.maximum(tile.masked, 1)
     for step in range(unseen):
         slot, phase = slot_and_phase(fill + step, STAGES)

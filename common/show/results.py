@@ -316,9 +316,11 @@ def newest(found: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | No
 
 
 def gain(found: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[Gain, Run] | None:
-    """Return the gain of `new` over `old` on the papers' workloads, and the newest run with both. Return None if no run has both.
-    `old` may be `FASTEST`: then the run is the newest with `new`. It has as many libraries as any run with `new` or its parent,
-    since a share of fewer libraries would flatter."""
+    """Return the gain of `new` over `old` on the papers' workloads, and the newest run with both, or None if no run has both.
+
+    `old` may be `FASTEST`: then the run is the newest that has `new`, and as many libraries as any run with `new` or its
+    parent. A share of fewer libraries would flatter.
+    """
     if old == FASTEST:
         near, works = (new, stages.parent(new)), mean_over(pass_, head_dim)
         libraries = max((len(run.libraries) for run in found for name in near if name and run.holds(name, works)), default=0)

@@ -4,9 +4,9 @@ A descriptor tells TMA where a tensor lies, so TMA computes the addresses of a t
 spend neither instructions nor registers on this.
 
 The sizes and the place of a tile are explicit, to prepare the port to Gluon: its layouts and buffers depend on the sizes, and
-its loading and computing functions share a `Tile`. In Gluon, warps of one program can overlap their work, so no second program
-is needed on an SM. So a tile fills the registers of a Hopper SM, and K and V are read less often. Such tiles fit neither other
-GPUs, which raise an error, nor float32, which falls back. All matmuls are then in 16 bits, and no dot needs a precision.
+its loading and computing functions share a `Tile`. There, the warps of one program can overlap their work, so an SM needs no
+second program. A tile can then fill the registers of a Hopper SM, and K and V are read less often. It fits neither other GPUs,
+which raise an error, nor float32, which falls back. So all matmuls are in 16 bits, and no dot needs a precision.
 """
 
 from typing import NamedTuple

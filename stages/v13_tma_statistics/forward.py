@@ -36,7 +36,7 @@ class Tensors(NamedTuple):
 class Queries(NamedTuple):
     """Buffers in shared memory: Q, and O until TMA has stored it."""
 
-    q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]
+    q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]: one slot, and the four dimensions of a TMA tile
     o: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: Q has arrived
 

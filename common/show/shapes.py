@@ -45,7 +45,7 @@ def overview(run: Run, name: str) -> str:
 
 
 def brief(run: Run, name: str) -> str:
-    """Return a table of an implementation's mean and lowest speed over the fastest library: a column for each head dimension."""
+    """Return a table of an implementation's mean and lowest speed over the fastest library, by pass and head dimension."""
     found = {key: [*speeds(run, name, works).values()] for key, works in groups(run).items()}
     dims, rows = sorted({head_dim for _, head_dim in found}), []
     for pass_, spelled in CODE.items():

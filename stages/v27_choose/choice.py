@@ -43,7 +43,8 @@ def choice(
     keys = 64 if track == "wide" else 128
     tiles, splits = cdiv(seq_k, keys) * batch * kv_heads, 1
     if track == "shortbwd":
-        splits = splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, causal, diagonal, num_sms())
+        block_m = 64 if width == 128 else 128  # queries of a step
+        splits = splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms())
     return Choice(
         *homes,
         _in_words(f"{chosen.queries} queries", chosen.tiles, chosen.splits),

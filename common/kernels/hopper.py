@@ -141,10 +141,26 @@ def widened(p):
 
 
 @gluon.jit
-def store_rows(ptr, desc, batch, head, start, tile):
+def store_clipped(ptr, desc, batch, head, start, tile):
     """Store the rows of a tile that lie inside the tensor, without TMA.
 
     The tile may begin before the tensor's first row. A TMA store at such a negative coordinate fails.
+
+    Args:
+        ptr, desc: the tensor, [B, H, S, D], and its descriptor.
+        start: the position of the tile's first row in the sequence.
+        tile: [rows, D].
+    """
+    layout: gl.constexpr = tile.type.layout
+    row = start + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    offs = batch * desc.strides[0] + head * desc.strides[1] + row * desc.strides[2]
+    ptrs = ptr + offs[:, None] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
+    gl.store(ptrs, tile, mask=((row >= 0) & (row < desc.shape[2]))[:, None])
+
+
+@gluon.jit
+def store_rows(ptr, desc, batch, head, start, tile):
+    """Store the rows of a tile that lie inside the tensor, as `store_clipped` does. Several rows may have the same position.
 
     Args:
         ptr, desc: the tensor, [B, H, S, D] or [B, H, S, N, D], and its descriptor.

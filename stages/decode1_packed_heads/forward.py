@@ -138,16 +138,15 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, PACKED: gl.constexpr):
+def _store_out(acc, normalize, tensors, queries, own, tile, start_m, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
-        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
+        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m // PACKED, out)
     else:
         queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        where = _row(batch, head, start_m, PACKED)
+        where = _row(tile.batch, tile.head, start_m, PACKED)
         tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
@@ -211,7 +210,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         acc = warpgroup_mma_wait(0, [acc])
         signal(ring.empty, fill)
         fill += 1
-        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, PACKED)
+        _store_out(acc, normalize, tensors, queries, own, tile, start_m, PACKED)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(queries.empty.index(own), count=1)

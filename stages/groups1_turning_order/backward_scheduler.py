@@ -1,4 +1,7 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
+
+A loop only counts steps. `_query_tile` finds a step's head and query tile. Gluon kernels can call these Triton functions.
+"""
 
 from typing import NamedTuple
 
@@ -43,14 +46,14 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the work tile whose number is `number`."""
+def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the work tile of this CTA."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = tl.cdiv(problem.seq_q, BLOCK_M)
     BLOCK_N: tl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
-    tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=tl.num_programs(0))
+    tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
@@ -74,6 +77,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     # each K/V head, the few query tiles in use stay in the cache in any order.
     rising = tiles
     if CAUSAL:
+        number = tl.program_id(0)
         group = tiles_n * heads_of_group(problem.seq_q, tl.num_programs(0) // tiles_n, ROW_BYTES)
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms  # number of earlier waves, of all groups

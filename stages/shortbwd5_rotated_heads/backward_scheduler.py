@@ -1,4 +1,7 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
+
+A loop only counts steps. `_query_tile` finds a step's head and query tile. Gluon kernels can call these Triton functions.
+"""
 
 from typing import NamedTuple
 

@@ -1,7 +1,15 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. The consumers wait neither for each other nor
-for dQ. So one consumer's matmuls run while the other computes P and dS.
+S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of tiles takes five matmuls. With a separate kernel
+for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
+
+The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
+take the tiles of all heads. A loop loads the next steps' tiles while it computes, so only its first steps wait for memory. Two
+loops for each head would wait at each head.
+
+Two consumers have 64 keys each and wait neither for each other nor for dQ. So one consumer's matmuls run while the other
+computes P and dS. A step's dQ is a sum over the keys of both, for which consumers would have to meet. So a third warpgroup
+computes dQ from their dS.
 """
 
 from typing import NamedTuple
@@ -43,7 +51,9 @@ from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, 
 from .backward_splits import _store_or_add, splits_of
 from .backward_writer import DqParts, _dq_writer
 
-SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
+# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ cause bank conflicts when warps stage them in
+# shared memory for TMA's addition. The accumulator is cut into rows of SUM_COLUMNS elements, the longest that TMA takes.
+SUM_COLUMNS = 256
 
 
 class Tensors(NamedTuple):
@@ -124,8 +134,8 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
-    # limits the registers that a part takes.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
+    # with few registers take COLUMNS of the columns at a time.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -299,11 +309,11 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, masked, w, CAUSAL, MASKED=True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, masked, tile.steps, w, CAUSAL, MASKED=False)
 
-    # dV and dK go into the buffers of V and K, and TMA stores them from there.
+    # No other step reads V and K, so dV and dK go into their buffers, and TMA stores them from there.
     _store_or_add(dv, v, kv, tile, problem, w, ROWS * HEAD_DIM)
     mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
     wait_full(ds_ring.empty, fill + tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    dk *= scale_log2 / LOG2_E  # the scale, from a number that is in a register
+    dk *= problem.scale
     _store_or_add(dk, k, kv, tile, problem, w, 0)
     mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
 
@@ -402,7 +412,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
+    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
+    key tiles add to dQ in any order.
     It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
     """
     require_hopper(__package__)

@@ -4,8 +4,8 @@ S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of ti
 for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
 
 The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
-take the tiles of all heads. Loads can run ahead from head to head: a ring of buffers runs empty only at the end of a loop. The
-numbers from which a step finds its head and query tile are a `Tile` (`backward_scheduler.py`).
+take the tiles of all heads. A loop loads the next steps' tiles while it computes, so only its first steps wait for memory. Two
+loops for each head would wait at each head.
 """
 
 import torch
@@ -87,8 +87,8 @@ def _backward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(tl.program_id(0), problem, BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, CAUSAL)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal)
+    tile = _tile(problem, BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, CAUSAL)
 
     k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)

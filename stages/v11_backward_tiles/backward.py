@@ -4,11 +4,12 @@ S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of ti
 for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
 
 The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
-take the tiles of all heads. Loads can run ahead from head to head: a ring of buffers runs empty only at the end of a loop. The
-numbers from which a step finds its head and query tile are a `Tile` (`backward_scheduler.py`).
+take the tiles of all heads. A loop loads the next steps' tiles while it computes, so only its first steps wait for memory. Two
+loops for each head would wait at each head.
 
 The tile sizes are fixed to prepare the port to Gluon, whose layouts and buffers depend on them. Each tile is as large as
 Hopper's registers allow in 16 bits: with more keys per program, programs read Q and dO less often, and add to dQ less often.
+These tiles are too large for float32 and for D = 256. So all matmuls have 16-bit operands, and need no `input_precision`.
 """
 
 import torch
@@ -16,12 +17,13 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import describe
-from common.kernels.hopper import LOG2_E, require_hopper
 from common.layout import empty_rows
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import DELTA_ROWS, _delta_kernel
 from .backward_scheduler import BLOCK_N, Problem, _query_tile, _tile
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -64,8 +66,8 @@ def _backward_kernel(
     kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(tl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal)
+    tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
 
     k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
     v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
@@ -91,21 +93,21 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
+    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
+    key tiles add to dQ in any order.
     It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
     """
-    require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
+    sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
-        describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,
-        heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
+        describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta, sums,
+        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
     )  # fmt: skip
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe(q, block_m, head_dim), describe(k, 128, head_dim), describe(v, 128, value_dim),

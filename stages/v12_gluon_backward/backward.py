@@ -1,5 +1,12 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
+S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of tiles takes five matmuls. With a separate kernel
+for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
+
+The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
+take the tiles of all heads. A loop loads the next steps' tiles while it computes, so only its first steps wait for memory. Two
+loops for each head would wait at each head.
+
 In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
 A consumer is a warp that computes with what TMA loads. Here, all warps are consumers.
 """
@@ -69,7 +76,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to dQ's accumulator."""
+    """A ring with one slot in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, HEAD_DIM]
@@ -99,7 +106,7 @@ def _add_dq(tensors, ds_ring, kv, tile, head, start_m):
     k = kv.k.index(0).reshape([kv.k.shape[3], HEAD_DIM])
     dq = warpgroup_mma(ds_ring.ds.index(0).permute([1, 0]), k, zeros, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])  # [BLOCK_M, HEAD_DIM]
-    tma.store_wait(0)
+    tma.store_wait(0)  # dQ's buffer is free: TMA has read the last step's dQ while this step was computed
     # NOTE: threads of a warp store to different rows in the same banks; v14 stores dQ in register order.
     ds_ring.dq.reshape([BLOCK_M, HEAD_DIM]).store(dq)
     fence_async_shared()
@@ -178,11 +185,11 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
         dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, MASKED=False
     )
 
-    # dV and dK go into the buffers of V and K, and TMA stores them from there.
+    # No other step reads V and K, so dV and dK go into their buffers, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
+    k.store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k.index(0))
     tma.store_wait(0)
@@ -207,7 +214,7 @@ def _backward_kernel(
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     ring = Ring(q_s, do_s, q_full, do_full)
     ds_ring = DsRing(ds_s, dq_s)
     kv = KeysValues(k_s, v_s, kv_full)
@@ -222,7 +229,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
+    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
+    key tiles add to dQ in any order.
     It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
     """
     require_hopper(__package__)
@@ -231,12 +239,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
+    sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
-        describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,
-        heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
+        describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta, sums,
+        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
     )  # fmt: skip
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 128), describe_tile(v, 128), describe_tile(grad_out, block_m),

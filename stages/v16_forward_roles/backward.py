@@ -1,4 +1,12 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of tiles takes five matmuls. With a separate kernel
+for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
+
+The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
+take the tiles of all heads. A loop loads the next steps' tiles while it computes, so only its first steps wait for memory. Two
+loops for each head would wait at each head.
+"""
 
 from typing import NamedTuple
 
@@ -35,7 +43,9 @@ from stages.v6_tile_order.backward import backward as backward_of_v6
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import BLOCK_N, Problem, _query_tile, _tile
 
-SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
+# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ cause bank conflicts when warps stage them in
+# shared memory for TMA's addition. The accumulator is cut into rows of SUM_COLUMNS elements, the longest that TMA takes.
+SUM_COLUMNS = 256
 
 
 class Tensors(NamedTuple):
@@ -71,7 +81,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
+    """A ring with one slot in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
@@ -100,8 +110,8 @@ def _add_dq(tensors, ds_ring, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
-    # limits the registers that a part takes.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
+    # with few registers take COLUMNS of the columns at a time.
     for part in gl.static_range(PARTS):
         ds_t = ds_ring.ds.index(0).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
         k = matrix(kv.k.index(0)).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
@@ -196,11 +206,11 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
         dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, MASKED=False
     )
 
-    # dV and dK go into the buffers of V and K, and TMA stores them from there.
+    # No other step reads V and K, so dV and dK go into their buffers, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
+    k.store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k.index(0))
     tma.store_wait(0)
@@ -227,7 +237,7 @@ def _backward_kernel(
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
+    tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s)
     kv = KeysValues(k_s, v_s, kv_full)
@@ -244,7 +254,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32 and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
+    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
+    key tiles add to dQ in any order.
     It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
     """
     require_hopper(__package__)
@@ -254,7 +265,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = head_dim  # dQ leaves a CTA in parts of 64 rows and this many columns: at most 32 registers per thread
+    columns = head_dim  # dQ leaves a CTA in parts of 64 rows and, here, all columns: at most 32 registers per thread
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)

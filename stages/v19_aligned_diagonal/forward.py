@@ -17,7 +17,7 @@ from common.kernels.hopper import (
     new_ring,
     per_row,
     require_hopper,
-    store_rows,
+    store_clipped,
     wait_empty,
     wgmma_layout,
 )
@@ -89,16 +89,15 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+def _store_out(acc, normalize, tensors, queries, own, tile, start_m):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
-        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
+        store_clipped(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
         queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        where = [batch, head, start_m, 0]
+        where = [tile.batch, tile.head, start_m, 0]
         tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
@@ -138,12 +137,14 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     q_buffer = matrix(queries.q.index(w))
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
     # NOTE: the masked tile comes last, after a loop without a mask; v20 starts with it.
+    # The loop with a mask has at most one step, because the diagonal lies in one key tile. The next step of the evolution needs
+    # this: it gives the masked tile code of its own, so that all other tiles share one loop.
     last = start_m + problem.diagonal  # the last key that the first row sees
     acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, last, scale_log2, CAUSAL, MASKED=False)
     acc, m, l = _accumulate(acc, m, l, q, ring, full, seen, problem, last, scale_log2, CAUSAL, MASKED=True)
 
     normalize = per_row(1.0 / l, acc_layout)
-    _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m)
+    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     tma.store_wait(0)

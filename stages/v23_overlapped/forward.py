@@ -18,7 +18,7 @@ from common.kernels.hopper import (
     per_row,
     require_hopper,
     signal,
-    store_rows,
+    store_clipped,
     wait_empty,
     wait_full,
     wgmma_layout,
@@ -113,16 +113,15 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+def _store_out(acc, normalize, tensors, queries, own, tile, start_m):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
-        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
+        store_clipped(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
         queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        where = [batch, head, start_m, 0]
+        where = [tile.batch, tile.head, start_m, 0]
         tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
@@ -168,7 +167,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     normalize = per_row(1.0 / l, acc_layout)
     # NOTE: this CTA loads nothing during its last matmul; in v24 a CTA computes several tiles, and loads the next one here.
     acc = warpgroup_mma_wait(0, [acc])
-    _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m)
+    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
     tma.store_wait(0)
 
 

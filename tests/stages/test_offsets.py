@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import stages
 from common.interpreter import gluon as interpreted_gluon
-from common.kernels.hopper import LOG2_E, describe_tile, store_rows
+from common.kernels.hopper import LOG2_E, describe_tile, store_clipped, store_rows
 from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.runtime import INTERPRETED
 
@@ -118,14 +118,20 @@ def test_offsets_of_splits_and_of_the_output(name, launch, huge):
 @gluon.jit
 def _store_kernel(out_desc, out_ptr, batch, head, start):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    store_rows(out_ptr, out_desc, batch, head, start, gl.full([64, 16], 1, gl.float16, layout))
+    tile = gl.full([64, 16], 1, gl.float16, layout)
+    if len(out_desc.block_shape) == 5:
+        store_rows(out_ptr, out_desc, batch, head, start, tile)
+    else:
+        store_clipped(out_ptr, out_desc, batch, head, start, tile)
 
 
-def test_offsets_of_rows_that_are_stored_without_tma(launch, huge):
-    """The last position has two rows. Each dimension's offset is more than 2**31 elements."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_offsets_of_rows_that_are_stored_without_tma(launch, huge, packed):
+    """The last position has two rows if rows are packed. Each dimension's offset is more than 2**31 elements."""
     stride = 2**25 + 64
     out = huge(2**34, torch.float16).as_strided((65, 65, 65, 2, 16), (stride, stride, stride, 2**31 + 64, 1))
-    launch(_store_kernel, 0, describe_tile(out, 32, 2), out, 64, 64, 64, num_warps=4)
+    out = out if packed else out[:, :, :, 0]
+    launch(_store_kernel, 0, describe_tile(out, 32, 2) if packed else describe_tile(out, 64), out, 64, 64, 64, num_warps=4)
     assert out[64, 64, 64].all()
 
 

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from common.layout import cdiv
 from common.runtime import num_sms
-from stages.decode5_planned_splits.forward import plan as plan_of_decode
-from stages.guess7_short_rows.forward import TILES
-from stages.guess7_short_rows.forward_plan import is_short
+from stages.decode7_shared_rows.forward import plan as plan_of_decode
+from stages.guess8_early_start.forward import TILES
+from stages.guess8_early_start.forward_plan import is_short
 
 
 class Chosen(NamedTuple):

@@ -196,7 +196,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
         idle = False
-        if problem.is_split is not None or problem.few:
+        if problem.is_split is not None or problem.few:  # few rows may all be the first consumer's
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
@@ -361,8 +361,8 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
-    # Rows are few if a tile of 128 rows holds all packed rows of a K/V head, because half of 256 rows would be empty. Rows are
-    # also few if tiles of 256 rows would keep too few CTAs busy.
+    # Tiles of 256 rows waste consumers in two cases. If 128 rows hold all packed rows of a K/V head, two consumers would have
+    # no rows. If squares are few, tiles of 256 rows are too few to keep all CTAs busy.
     squares = cdiv(seq_q * packed, 128) * cdiv(keys, 128) * batch * (heads // packed)
     few = seq_q * packed <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
     shape = (FEW_ROWS if few else TILES)[width]
@@ -376,11 +376,9 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     if few or tiles < programs:
         rows = min(seq_q * packed, shape.queries)
         splits = splits_of(tiles, key_tiles, rows, shape.keys, head_dim + value_dim, programs)
-    # Long key tiles do not suit a CTA that gets only one: its matmuls would start late. So two short key tiles replace it.
-    if few and key_tiles <= splits and shape.keys > 64:
-        shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
+    # NOTE: a CTA with one long key tile computes nothing until all of it has arrived; decode8 cuts this tile in two.
     # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
-    # A mask may make several tiles of a head unequal. If squares are few, a counter saves less time than its launch takes.
+    # A mask may make several tiles of a head unequal. With few rows, a counter saves less time than its launch takes.
     counted = not few and splits == 1 and tiles_m > 1 and tiles > programs
     return Plan(shape, packed, tiles, splits, counted, few)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from common.layout import cdiv
 from common.runtime import num_sms
-from stages.decode7_shared_rows.forward import plan as plan_of_decode
+from stages.decode8_short_splits.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
 from stages.guess8_early_start.forward_plan import is_short
 

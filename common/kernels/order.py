@@ -5,6 +5,7 @@ import functools
 import triton
 import triton.language as tl
 
+from common.layout import cdiv
 from common.runtime import l2_bytes
 
 
@@ -26,6 +27,29 @@ def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
     seeing = seq_q + min(diagonal, 0)  # number of queries that see a key
     rising = keys - max(diagonal, 0)  # number of these that see fewer keys than the last query, plus 1
     return (keys * seeing - rising * max(rising - queries, 0) / 2) / seq_q
+
+
+def busiest(
+    heads: int, seq_q: int, seq_k: int, diagonal: int, causal: bool, queries: int, keys: int, programs: int,
+    tile: float, key_tile: float,
+) -> float:  # fmt: skip
+    """Return about how long the CTA works that ends last, if CTAs take the longest query tiles first, from a counter.
+
+    A query tile takes `tile`, plus `key_tile` for each of its key tiles. It has `queries` queries, and a key tile has `keys`
+    keys. `programs` CTAs run at the same time. The result is the largest of some lower bounds, which is close to the truth.
+    """
+    tiles_m = cdiv(seq_q + diagonal % 64, queries)
+    if not causal:
+        return cdiv(tiles_m * heads, programs) * (tile + key_tile * cdiv(seq_k, keys))
+
+    def length(number):
+        seen = min(seq_k, max(seq_q + diagonal - number // heads * queries, 1))
+        return tile + key_tile * cdiv(seen, keys)
+
+    mean = tile + key_tile * (mean_keys(seq_q, min(seq_k, seq_q + diagonal), diagonal, queries) / keys + 0.5)
+    # The CTA that takes tile number n * programs has had n other tiles on average, which are at least as long.
+    turns = [(n + 1) * length(n * programs) for n in range(4) if n * programs < tiles_m * heads]
+    return max(*turns, tiles_m * heads * mean / programs)
 
 
 class _OfThisGPU(tl.constexpr):

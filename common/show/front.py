@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 import stages
-from common.show import results, tracks
+from common.show import results, shapes, tracks
 from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
 
@@ -104,4 +104,20 @@ def headline(found: list[results.Run]) -> str:
         *(f"× {results.spoken(name)}" for name in (first, *libraries)),
     ]
     words = f"{results.spoken(last)} is the newest measured stage. Measured on {'; '.join(results.origins(used))}."
-    return f"{markdown(rows, headers, (headers[0],))}\n\n{words}"
+    return "\n\n".join([markdown(rows, headers, (headers[0],)), words, *random_shapes()])
+
+
+def random_shapes() -> list[str]:
+    """Return a table of the random shapes' run in results/, and words about it; nothing if there is no such run."""
+    path = results.run_file("random")
+    if not path.exists():
+        return []
+    run = results.load_run(path)
+    libraries = ", ".join(map(results.spoken, run.libraries))
+    name = next(name for name in run.names if name not in run.libraries)
+    words = (
+        f"{len(run.works)} random shapes in float16 and bfloat16, mean (lowest), over the fastest of {libraries} for each. No "
+        "constant is fitted to them. "
+        f"Measured on {'; '.join(results.origins([run]))}."
+    )
+    return [shapes.brief(run, name), words]

@@ -23,7 +23,7 @@ def speeds(run: Run, name: str, works: list[Workload]) -> dict[Workload, float]:
     return {work: theirs[work] / ours[work] for work in works if work in ours and work in theirs}
 
 
-def _groups(run: Run) -> dict[tuple[str, int], list[Workload]]:
+def groups(run: Run) -> dict[tuple[str, int], list[Workload]]:
     """Return the workloads by pass and head dimension, in the order of tables."""
     found = {}
     for work in run.works:
@@ -33,9 +33,9 @@ def _groups(run: Run) -> dict[tuple[str, int], list[Workload]]:
 
 def overview(run: Run, name: str) -> str:
     """Return a table of a stage's speeds over the fastest library: a row for each pass and head dimension."""
-    groups, rows = _groups(run), []
+    of_dims, rows = groups(run), []
     for pass_ in CODE:
-        of_pass = {head_dim: works for (each, head_dim), works in groups.items() if each == pass_}
+        of_pass = {head_dim: works for (each, head_dim), works in of_dims.items() if each == pass_}
         everything = {"all": sum(of_pass.values(), [])} if len(of_pass) > 1 else {}
         for head_dim, works in (of_pass | everything).items():
             if found := [*speeds(run, name, works).values()]:
@@ -44,13 +44,25 @@ def overview(run: Run, name: str) -> str:
     return markdown(rows, ["pass", "D", "shapes", "mean", "5th percentile", "lowest", "below 0.97"], ("pass",))
 
 
+def brief(run: Run, name: str) -> str:
+    """Return a table of an implementation's mean and lowest speed over the fastest library, by pass and head dimension."""
+    found = {key: [*speeds(run, name, works).values()] for key, works in groups(run).items()}
+    dims, rows = sorted({head_dim for _, head_dim in found}), []
+    for pass_, spelled in CODE.items():
+        each = [found.get((pass_, head_dim)) for head_dim in dims]
+        cells = [f"×{shown(statistics.geometric_mean(values))} ({shown(min(values))})" if values else "-" for values in each]
+        rows.append([spelled, *cells])
+    first = f"{spoken(name)} over the fastest library"
+    return markdown(rows, [first, *(f"D = {head_dim}" for head_dim in dims)], (first,))
+
+
 def worst(run: Run, name: str, chosen: Callable[[Workload], str]) -> str:
     """Return a table of the shapes on which a stage is the slowest compared with the fastest library.
 
     `chosen` returns in words how the stage computes a workload.
     """
     rows = []
-    for works in _groups(run).values():
+    for works in groups(run).values():
         found = speeds(run, name, works)
         for work in sorted(found, key=found.get)[:WORST]:
             ours, theirs = (run.times(impl, [work])[work] * 1e3 for impl in (name, FASTEST))

@@ -40,7 +40,7 @@ from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, _query_tile, _tile
-from .backward_splits import _store_or_add, splits_of
+from .backward_splits import _store_or_add, block_m_of, splits_of
 from .backward_writer import DqParts, _dq_writer
 
 SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
@@ -412,11 +412,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
+    width = max(head_dim, value_dim)
+    block_m = block_m_of(width)
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    splits = splits_of(tiles, heads // kv_heads, seq_q, seq_k, block_m, causal, diagonal, num_sms())
+    splits = splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, causal, diagonal, num_sms())
     tiles *= splits
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.

@@ -8,8 +8,8 @@ from common.layout import cdiv
 # Fixed strides cost time because CTAs end at different times. This time grows with the keys of a CTA's query tiles. A counter
 # costs time for its launch, as much as LAUNCH_KEYS keys, and for each query tile, as much as TILE_KEYS keys. So if a CTA has n
 # query tiles that see k keys each, fixed strides are faster if n * (k - TILE_KEYS) <= LAUNCH_KEYS. The constants were fitted on
-# an H200 at D = 128 (results/constants-h200.json). There, short forwards saved a second launch, too. So LAUNCH_KEYS may be too
-# large here.
+# an H200 at D = 128 (results/constants-h200.json). With a causal mask, only TILE_KEYS counts: on an H100, fixed strides were up
+# to 21 % slower where only the launch spoke for them.
 LAUNCH_KEYS = 1792
 TILE_KEYS = 448
 
@@ -32,7 +32,7 @@ def plan(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs) 
     turns = cdiv(tiles, programs)
     seen = mean_keys(seq_q, keys, diagonal, queries) if causal else keys
     # If every CTA has at most one tile, a counter has nothing to give out.
-    short = turns == 1 or turns * (seen - TILE_KEYS) <= LAUNCH_KEYS
+    short = turns == 1 or turns * (seen - TILE_KEYS) <= (0 if causal else LAUNCH_KEYS)
     programs, per_round = min(tiles, programs), None
     # In a round, each CTA takes one tile. If the number of CTAs is a multiple of tiles_m, a round has all tiles of some heads.
     # So use fewer CTAs, unless that adds a round. Not up to D = 64, where this order was slower on an H200.

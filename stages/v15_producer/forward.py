@@ -39,7 +39,7 @@ class Tensors(NamedTuple):
 class Queries(NamedTuple):
     """Buffers in shared memory: Q, and O until TMA has stored it."""
 
-    q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]
+    q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]: one slot, and the four dimensions of a TMA tile
     o: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: Q has arrived
 
@@ -107,7 +107,7 @@ def _consumer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, last, scale_log2, CAUSAL, MASKED=False)
     acc, m, l = _accumulate(acc, m, l, q, ring, full, tile.key_tiles, problem, last, scale_log2, CAUSAL, MASKED=True)
 
-    out = (acc * per_row(1.0 / l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    out = (acc * per_row(1.0 / l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM], one division per row
     queries.o.index(0).reshape(out.shape).store(out)
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, tile.start_m, 0], queries.o.index(0))

@@ -120,7 +120,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, last, scale_log2, CAUSAL, MASKED=False)
     acc, m, l = _accumulate(acc, m, l, q, ring, full, seen, problem, last, scale_log2, CAUSAL, MASKED=True)
 
-    out = (acc * per_row(1.0 / l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    out = (acc * per_row(1.0 / l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM], one division per row
     queries.o.index(w).reshape(out.shape).store(out)
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, start_m, 0], queries.o.index(w))

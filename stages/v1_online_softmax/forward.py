@@ -1,8 +1,8 @@
 """Forward with one Triton kernel between the two matmuls, for scale, mask and softmax.
 
-The kernel reads each score twice and writes its probability once. The first reading gets a row's maximum and sum together
-(online softmax, arXiv 1805.02867, Algorithm 3), and the second writes P. A kernel that knows the mask need not read masked
-scores, and a kernel that knows the scale applies it inside the exponential.
+These operations wait for memory, so a fused kernel saves time by each score that it need not read or write. It reads a score
+twice and writes its probability once. The first reading gets a row's maximum and sum together (online softmax, arXiv
+1805.02867, Algorithm 3), and the second writes P. Masked scores are not read, and the scale is part of the exponential.
 """
 
 import torch
@@ -70,7 +70,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    tile = query_tile(max(head_dim, value_dim), q.dtype)
+    tile = query_tile(max(head_dim, value_dim), q.dtype)  # as for FlashAttention, so that times compare algorithms, not tiles
     _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         s, p, lse, scale, seq_q, seq_k, diagonal, CAUSAL=causal, **tile
     )  # fmt: skip

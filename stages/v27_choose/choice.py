@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 
+from common.layout import cdiv
 from common.runtime import num_sms
+from stages.shortbwd7_split_steps.backward_splits import splits_of
 
 from .backward import BACKWARDS, chosen_backward
 from .forward import FORWARDS, chosen_forward
@@ -38,9 +39,13 @@ def choice(
     chosen = chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal, diagonal)
     track = chosen_backward(head_dim, value_dim)
     homes = (function.__module__.split(".")[1] for function in (FORWARDS[chosen.track], BACKWARDS[track]))
+    width = max(head_dim, value_dim)
     keys = 64 if track == "wide" else 128
+    tiles, splits = cdiv(seq_k, keys) * batch * kv_heads, 1
+    if track == "shortbwd":
+        splits = splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, causal, diagonal, num_sms())
     return Choice(
         *homes,
         _in_words(f"{chosen.queries} queries", chosen.tiles, chosen.splits),
-        _in_words(f"{keys} keys", triton.cdiv(seq_k, keys) * batch * kv_heads),
+        _in_words(f"{keys} keys", tiles, splits),
     )

@@ -3,7 +3,7 @@
 from common.kernels.hopper import require_hopper
 from stages.decode8_short_splits.forward import forward as forward_of_decode
 from stages.guess8_early_start.forward import forward as forward_of_guess
-from stages.shortfwd3_short_tiles.forward import forward as forward_of_shortfwd
+from stages.shortfwd4_fewer_rows.forward import forward as forward_of_shortfwd
 
 from .forward_plan import chosen_forward
 

@@ -1,12 +1,32 @@
-"""The host's choice among forwards: few queries, short rows, or a guess."""
+"""The host's choice among forwards: few queries, a running maximum, or a guess."""
 
 from typing import NamedTuple
 
+from common.kernels.order import busiest
 from common.layout import cdiv
 from common.runtime import num_sms
 from stages.decode8_short_splits.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
 from stages.guess8_early_start.forward_plan import is_short
+from stages.shortfwd4_fewer_rows.forward import shape_of
+
+
+class Times(NamedTuple):
+    """How long a forward's parts take: microseconds on an H100, fitted to the times of random shapes."""
+
+    launches: float  # of all launches, with the first loads
+    tile: float  # of a query tile, without its key tiles
+    key_tile: float
+
+
+# By the larger of D and Dv, and the queries of a tile. Below 64, they are those of 64. On other GPUs, times differ, but less so
+# their ratios, which decide.
+RUNNING = {
+    (64, 256): Times(10.7, 1.75, 1.02), (64, 128): Times(10.3, 1.32, 1.07),
+    (128, 128): Times(8.0, 1.88, 1.57), (256, 128): Times(7.4, 3.9, 1.42),
+}  # fmt: skip
+GUESS = {64: Times(15.9, 2.2, 0.83), 128: Times(12.8, 2.0, 0.72)}  # at D = 256, a guess gained nothing
+PACKED = 0.98  # packed heads must take less than this fraction of the time, because `decode` has no short tiles
 
 
 class Chosen(NamedTuple):
@@ -19,10 +39,11 @@ class Chosen(NamedTuple):
 
 
 def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal, diagonal) -> Chosen:
-    """Return the track whose forward is the fastest. All arguments are sizes; see `common.operator`.
+    """Return the track whose forward is expected to be the fastest. All arguments are sizes; see `common.operator`.
 
-    - "decode" if rows are few, or if tiles do not fill the GPU, so that CTAs split the keys.
-    - "shortfwd" if a running maximum costs less than a guess; but "decode" if packed heads need fewer waves of CTAs.
+    - "decode" if rows are few, or if tiles do not fill the GPU, so that CTAs split the keys. Also if heads that share a tile
+      save time.
+    - "shortfwd" if a running maximum takes less time than a guess.
     - "guess" for all other problems. It packs no heads.
     """
     width, programs = max(head_dim, value_dim), num_sms()
@@ -31,9 +52,23 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     decode = Chosen("decode", plan.shape.queries, plan.tiles, plan.splits)
     if plan.few or plan.splits > 1:
         return decode
-    shape = TILES[width]
-    tiles = cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
-    if not is_short(tiles, seq_q, seq_k, diagonal, causal, shape, width, programs):
-        return Chosen("guess", shape.queries, tiles, 1)
-    fewer_waves = cdiv(plan.tiles, programs) < cdiv(tiles, programs)
-    return decode if fewer_waves else Chosen("shortfwd", shape.queries, tiles, 1)
+
+    def time(shape, times, packed=1):
+        work = busiest(
+            batch * heads // packed, seq_q, seq_k, diagonal, causal, shape.queries // packed, shape.keys, programs,
+            times.tile, times.key_tile,
+        )  # fmt: skip
+        return times.launches + work
+
+    def choice(track, shape):
+        return Chosen(track, shape.queries, cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, 1)
+
+    least = max(width, 64)
+    shape = shape_of(batch * heads, seq_q, seq_k, diagonal, causal, width, programs)
+    choices = {choice("shortfwd", shape): time(shape, RUNNING[least, shape.queries])}
+    if plan.packed > 1:
+        choices[decode] = time(plan.shape, RUNNING[least, plan.shape.queries], plan.packed) / PACKED
+    guess = choice("guess", TILES[width])
+    if least in GUESS and not is_short(guess.tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, programs):
+        choices[guess] = time(TILES[width], GUESS[least])
+    return min(choices, key=choices.get)

@@ -1,4 +1,4 @@
-"""FlashAttention-2: one program per output tile, fewer divisions and fewer masks."""
+"""FlashAttention-2: a program keeps its tile of the output in registers."""
 
 from common.operator import make_attention
 

@@ -1,7 +1,8 @@
 """FlashAttention-2 backward (arXiv 2307.08691, section 3.2): one program per tile of dQ or of dK and dV.
 
-`_dkv_kernel` owns K/V tiles, as in Algorithm 2, where every program adds to dQ in memory. Here `_dq_kernel` owns query tiles,
-so that dQ stays in registers, too, although it computes S and dP again. As in the forward, only tiles that need a mask get one.
+dK and dV are sums over queries, and dQ is a sum over keys. So no program can keep all three in registers until they are done.
+Two kernels can, if both compute S and dP: `_dkv_kernel` owns K/V tiles, and `_dq_kernel` owns query tiles. (In Algorithm 2,
+there is only the first, and every program adds to dQ in memory.) As in the forward, tiles that need a mask have their own loop.
 """
 
 import torch
@@ -148,7 +149,7 @@ def _dkv_kernel(
 
     seen_from = offs_n - diagonal  # the first query that sees each key
     # First come the queries at the diagonal, with a mask. Then come all later queries, without a mask. Queries past the end
-    # have p = 0, and results of keys past the end are not stored.
+    # have p = 0. Keys past the end need no mask: they change only their own rows of dk and dv, which are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys

@@ -1,8 +1,12 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1): one program per query tile.
 
-A program keeps O, m and l in registers, so memory sees O only once, and there are programs for all SMs. The loop only loads K
-and V, so the loads of later tiles can run ahead (`num_stages`). To spend less time outside of matmuls (section 3.1), the
-program divides O by l once, after the loop, and masks only tiles that need it.
+A program owns its rows of O until they are done. So O, m and l stay in registers, memory sees O only once, and there are
+programs for all SMs. The rest follows from that:
+
+- The program sees the last key of its rows, so it divides O by l once, after the loop, and computes the log-sum-exp.
+- The keys of its rows come in order. So tiles that need a mask are the last ones. They have their own loop, so that no other
+  tile spends time on a mask.
+- Its loop loads only K and V, and stores nothing. So the loads of later tiles can run ahead (`num_stages`).
 """
 
 import torch

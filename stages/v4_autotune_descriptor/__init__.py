@@ -1,4 +1,4 @@
-"""An autotuner chooses tile sizes; TMA loads and stores tiles."""
+"""TMA loads and stores tiles, in sizes that an autotuner chooses."""
 
 from common.operator import make_attention
 

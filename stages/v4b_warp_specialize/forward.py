@@ -3,6 +3,7 @@
 With `warp_specialize`, one warp loads tiles, and two groups of four warps each compute half of the tile's rows. So one group's
 matmuls can run during the other group's softmax. The compiler does this only under conditions, which cause all other changes:
 
+- The GPU is a Hopper GPU. For other GPUs, the forward falls back to v4.
 - No other loop follows. So one loop takes all tiles, and if one of them needs a mask, it masks all (`MASKED`).
 - The compiler halves the tiles of Q and O. So tiles have 128 rows and four warps, and descriptors have two dimensions and are
   made in the kernel, which takes memory from an allocator.
@@ -15,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.hopper import unavailable
 from common.kernels.pointers import head_ptr, strides
 from common.kernels.tuning import autotune, bucket, configs
 from common.layout import empty_rows
-from common.runtime import architecture
+from stages.v4_autotune_descriptor.forward import forward as forward_of_v4
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -26,10 +28,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _accumulate(
     acc, m, l, q, k_desc, v_desc, lo, hi, seq_k, offs_m, scale_log2,
-    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
-    for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=SPECIALIZED):
+    for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=True):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = k_desc.load([start_n, 0])  # [BLOCK_N, HEAD_DIM]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -48,11 +50,11 @@ def _accumulate(
     return acc, m, l
 
 
-# With eight warps, the compiler specializes nothing. With 64 rows, both groups of warps compute all of them.
+# With 64 rows, both groups of warps compute all of them. With eight warps, the compiler specializes nothing: such tiles are for
+# float32 and D = 256. The load warp runs one tile ahead: at D = 128, three stages of 128 keys exceed shared memory.
 TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
-HOPPER = range(90, 100)  # the only architectures on which the specialized loop compiles
 MOST_KEYS = 128  # number of keys in the longest tile; if it divides Sk, no tile passes the last key
 
 
@@ -62,7 +64,7 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, strides,
     heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
@@ -93,11 +95,11 @@ def _forward_kernel(
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
-    # There is one loop, with a mask in every tile, because the compiler cannot specialize a loop if another loop follows.
+    # The compiler cannot specialize a loop that another loop follows. So one loop takes the tiles with and without a mask.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     acc, m, l = _accumulate(
         acc, m, l, q, k_desc, v_desc, 0, end, seq_k, offs_m + diagonal, scale_log2,
-        BLOCK_N, CAUSAL, MASKED, PRECISION, SPECIALIZED,
+        BLOCK_N, CAUSAL, MASKED, PRECISION,
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
@@ -108,6 +110,8 @@ def _forward_kernel(
 
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
+    if unavailable():  # the specialized loop compiles only for Hopper
+        return forward_of_v4(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)
@@ -122,6 +126,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, k, v, out, lse, scale, strides(q=q, k=k, v=v, out=out),
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k), 0,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return out, lse

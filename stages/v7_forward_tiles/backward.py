@@ -1,6 +1,6 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors.
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with tensor descriptors, for tiles that an autotuner chooses.
 
-As in the forward, TMA moves the tiles, and an autotuner writes the fastest tile sizes into the descriptors.
+As in the forward, TMA moves the tiles, and the autotuner writes the fastest tile sizes into the descriptors.
 """
 
 import torch
@@ -159,7 +159,7 @@ def _dkv_kernel(
 
     seen_from = offs_n - diagonal  # the first query that sees each key
     # First come the queries at the diagonal, with a mask. Then come all later queries, without a mask. Queries past the end
-    # have p = 0, and results of keys past the end are not stored.
+    # have p = 0. Keys past the end need no mask: they change only their own rows of dk and dv, which are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys

@@ -1,11 +1,12 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with fixed tiles and tensor descriptors, for Hopper.
 
 A descriptor tells TMA where a tensor lies, so TMA computes the addresses of a tile and clips it at the tensor's end. Threads
-spend neither instructions nor registers on this, which makes room for larger tiles.
+spend neither instructions nor registers on this.
 
-The tile sizes are fixed to prepare the port to Gluon, whose layouts and buffers depend on them. Its loading and computing
-functions share a `Tile`. A tile is as large as Hopper's registers and shared memory allow in 16 bits: with more queries per
-tile, programs read K and V less often. These tiles suit neither other GPUs nor float32.
+The sizes and the place of a tile are explicit, to prepare the port to Gluon: its layouts and buffers depend on the sizes, and
+its loading and computing functions share a `Tile`. There, the warps of one program can overlap their work, so an SM needs no
+second program. A tile can then fill the registers of a Hopper SM, and K and V are read less often. It fits neither other GPUs,
+which raise an error, nor float32, which falls back. So all matmuls are in 16 bits, and no dot needs a precision.
 """
 
 from typing import NamedTuple
@@ -15,22 +16,24 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import describe
-from common.kernels.hopper import LOG2_E, require_hopper
+from common.kernels.hopper import require_hopper
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_scheduler import Problem, _tile
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _accumulate(
-    acc, m, l, q, k_desc, v_desc, tile, lo, hi, seq_k, offs_m, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    acc, m, l, q, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = k_desc.load([tile.batch, tile.kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, q.shape[1])
         s = tl.dot(q, k.T)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             visible = offs_n[None, :] < seq_k
@@ -41,7 +44,7 @@ def _accumulate(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + tl.sum(p, 1)
-        v = v_desc.load([tile.batch, tile.kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
+        v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
         m = m_new
     return acc, m, l
@@ -54,12 +57,12 @@ def _forward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
-    tile = _tile(tl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
-    offs_m = tile.start_m + tl.arange(0, BLOCK_M)
+    batch_head, batch, head, kv_head, start_m, key_tiles = _tile(tl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
 
-    q = q_desc.load([tile.batch, tile.head, tile.start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
+    q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
 
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -68,19 +71,18 @@ def _forward_kernel(
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
-    full = (tl.minimum(tile.start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, tile, 0, full, seq_k, offs_m + diagonal, scale_log2,
-        HEAD_DIM, BLOCK_N, CAUSAL, False,
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2, BLOCK_N, CAUSAL, False,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, tile, full, tile.key_tiles * BLOCK_N, seq_k, offs_m + diagonal, scale_log2,
-        HEAD_DIM, BLOCK_N, CAUSAL, True,
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, key_tiles * BLOCK_N, seq_k, offs_m + diagonal, scale_log2,
+        BLOCK_N, CAUSAL, True,
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
-    out_desc.store([tile.batch, tile.head, tile.start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
-    lse_ptrs = lse_ptr + tile.batch_head.to(tl.int64) * seq_q + offs_m
+    out_desc.store([batch, head, start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 

@@ -2,6 +2,9 @@
 
 In Gluon, a kernel itself decides where a tile lies, which warp does what, and when it waits. In Triton, the compiler decides.
 A consumer is a warp that computes with what TMA loads. Here, all warps are consumers.
+
+Functions share buffers as tuples, with the barriers that guard them. So the function that loads and the one that computes can
+run on the same warps, as here, or on different warps, which is what Gluon is for.
 """
 
 from typing import NamedTuple
@@ -33,7 +36,7 @@ class Tensors(NamedTuple):
 class Queries(NamedTuple):
     """Buffers in shared memory: Q, and O until TMA has stored it."""
 
-    q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]
+    q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]: one slot, and the four dimensions of a TMA tile
     o: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier, TMA → consumers: Q has arrived
 
@@ -72,7 +75,7 @@ def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
         acc, m, l, q, tensors, tile, ring, full, tile.key_tiles, problem, last, scale_log2, CAUSAL, MASKED=True
     )
 
-    out = (acc * per_row(1.0 / l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    out = (acc * per_row(1.0 / l, acc_layout)).to(queries.q.dtype)  # [ROWS, VALUE_DIM], one division per row
     queries.o.index(0).reshape(out.shape).store(out)
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, tile.start_m, 0], queries.o.index(0))

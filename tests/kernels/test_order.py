@@ -1,5 +1,6 @@
 """Programs take every tile once, in the right order."""
 
+import heapq
 import itertools
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.order import l2_share, mean_keys, tile_and_head
+from common.kernels.order import busiest, l2_share, mean_keys, tile_and_head
 from common.runtime import DEVICE
 
 TILES, HEADS, SEQ, ROW_BYTES = 5, 7, 1000, 256
@@ -68,3 +69,17 @@ def test_mean_number_of_keys(seq_q, seq_k, diagonal, queries):
     mean = sum(min(max(end, 0), seq_k) for end in ends) / len(ends)
     keys = min(seq_k, seq_q + diagonal)
     assert mean_keys(seq_q, keys, diagonal, queries) == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 9, 17, 96, 300])
+@pytest.mark.parametrize(("seq_q", "seq_k", "diagonal"), [(3456, 3456, 0), (700, 5000, 4300), (9000, 2000, 0), (100, 100, 0)])
+def test_the_busiest_cta_of_a_simulation_takes_hardly_longer_than_predicted(seq_q, seq_k, diagonal, heads, causal):
+    queries, keys, programs, tile, key_tile = 128, 64, 132, 2.0, 0.7
+    ends = [min(end, seq_q) + diagonal if causal else seq_k for end in range(-(-seq_q // queries) * queries, 0, -queries)]
+    lengths = [tile + key_tile * -(-min(end, seq_k) // keys) for end in ends for _ in range(heads)]
+    free = [0.0] * programs
+    for length in lengths:  # the longest first
+        heapq.heapreplace(free, free[0] + length)
+    predicted = busiest(heads, seq_q, seq_k, diagonal, causal, queries, keys, programs, tile, key_tile)
+    assert 0.95 <= max(free) / predicted <= 1.15

@@ -32,6 +32,13 @@ def test_overview_has_the_mean_and_the_tail_of_each_pass_and_head_dimension(foun
     assert shapes.percentile([*range(100)], 0.05) == 5 and shapes.percentile([3.0], 0.05) == 3
 
 
+def test_brief_table_has_the_mean_and_the_lowest_speed(found):
+    assert rows(shapes.brief(found, "v1_online_softmax")) == [
+        ["forward", f"×{(2**9 / 2) ** 0.1:.2f} (0.50)", "-"],
+        ["backward", "-", "-"],
+    ]
+
+
 def test_worst_shapes_come_first_with_the_fastest_library_and_the_choice(found):
     table = rows(shapes.worst(found, "v1_online_softmax", lambda work: f"S{work.seq_len}"))
     assert len(table) == shapes.WORST

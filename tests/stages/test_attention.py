@@ -10,7 +10,7 @@ from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_ope
 import stages
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES, HEAD_DIMS, diagonal
-from common.runtime import DEVICE
+from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 on_gpu = DEVICE == "cuda"
 
@@ -287,6 +287,15 @@ def test_float32_aligned_bottom_right(stage):
     """For float32, a Hopper stage calls another stage. The other stage must get the scale and the diagonal."""
     inputs = make_inputs(7, 20, 16, torch.float32, batch=1, heads=2, kv_heads=1, value_dim=32)
     check(stage, *inputs, causal="bottom-right", scale=-0.3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only interpreted stages can be told another architecture")
+def test_a_forward_that_compiles_only_for_hopper_falls_back(monkeypatch):
+    """The other stage must get the scale and the diagonal."""
+    stage = stages.load("v4b")
+    monkeypatch.setitem(stage.forward.__globals__, "_forward_kernel", None)
+    with interpreted_as(Device(architecture=100)):
+        check(stage, *make_inputs(7, 20, 16, batch=1, heads=2, kv_heads=1, value_dim=32), causal="bottom-right", scale=-0.3)
 
 
 def test_chunks_of_queries(stage):

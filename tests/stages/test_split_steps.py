@@ -75,7 +75,7 @@ def test_splits_move_what_the_formula_says(split, causal, value_dim, splits):
 @pytest.mark.parametrize("name", SPLITTING)
 def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
     def splits(tiles, heads_per_kv, seq_q, seq_k, causal=False, diagonal=0):
-        return names_in(name, "backward")["splits_of"](tiles, heads_per_kv, seq_q, seq_k, 64, causal, diagonal, 132)
+        return names_in(name, "backward")["splits_of"](tiles, heads_per_kv, seq_q, seq_k, 128, causal, diagonal, 132)
 
     assert splits(132, 1, 4096, 4096) == splits(1320, 4, 4096, 4096) == 1
     assert splits(1, 1, 1, 100) == splits(28, 1, 70, 859) == 1  # nothing to split; too little to be worth it

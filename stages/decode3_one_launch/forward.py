@@ -6,7 +6,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from common.kernels.hopper import (
     LOG2_E,
@@ -106,8 +105,6 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. Without a
     counter, CTA n of N takes the tiles n, n + N, n + 2N, … This saves the launch that sets the counter to 0.
     """
-    if problem.is_split is not None:  # splits need one more launch, the merge; PDL hides its latency
-        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -219,8 +216,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, CAUSAL)
         fill += seen
 
-        # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
-        # meanwhile.
+        # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile:
+        # the whole row sums (in `_accumulate`), and from them LSE and 1 / l.
         part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
         lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
@@ -239,7 +236,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal", "splits"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal", "splits"])  # compile once for all lengths
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
@@ -373,5 +370,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     if splits > 1:
+        # NOTE: this launch starts when all splits have ended; in decode6 it starts before.
         merge(parts, lses, out, lse)
     return out, lse

@@ -7,7 +7,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from common.kernels.hopper import (
     LOG2_E,
@@ -107,8 +106,6 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. Without a
     counter, CTA n of N takes the tiles n, n + N, n + 2N, … This saves the launch that sets the counter to 0.
     """
-    if problem.is_split is not None:  # splits need one more launch, the merge; PDL hides its latency
-        gdc_launch_dependents()  # the merge's CTAs may start when all CTAs of this launch are here
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -195,7 +192,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
         idle = False
-        if problem.is_split is not None or problem.few:
+        if problem.is_split is not None or problem.few:  # few rows may all be the first consumer's
             seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
             idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
             seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
@@ -220,8 +217,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, CAUSAL)
         fill += seen
 
-        # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
-        # meanwhile.
+        # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile:
+        # the whole row sums (in `_accumulate`), and from them LSE and 1 / l.
         part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
         lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
@@ -240,7 +237,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal", "splits"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal", "splits"])  # compile once for all lengths
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
@@ -360,8 +357,8 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
-    # Rows are few if a tile of 128 rows holds all packed rows of a K/V head, because half of 256 rows would be empty. Rows are
-    # also few if tiles of 256 rows would keep too few CTAs busy.
+    # Tiles of 256 rows waste consumers in two cases. If 128 rows hold all packed rows of a K/V head, two consumers would have
+    # no rows. If squares are few, tiles of 256 rows are too few to keep all CTAs busy.
     squares = cdiv(seq_q * packed, 128) * cdiv(keys, 128) * batch * (heads // packed)
     few = seq_q * packed <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
     shape = (FEW_ROWS if few else TILES)[width]
@@ -375,11 +372,9 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     if few or tiles < programs:
         rows = min(seq_q * packed, shape.queries)
         splits = splits_of(tiles, key_tiles, rows, shape.keys, head_dim + value_dim, programs)
-    # Long key tiles do not suit a CTA that gets only one: its matmuls would start late. So two short key tiles replace it.
-    if few and key_tiles <= splits and shape.keys > 64:
-        shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
+    # NOTE: a CTA with one long key tile computes nothing until all of it has arrived; decode8 cuts this tile in two.
     # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
-    # A mask may make several tiles of a head unequal. If squares are few, a counter saves less time than its launch takes.
+    # A mask may make several tiles of a head unequal. With few rows, a counter saves less time than its launch takes.
     counted = not few and splits == 1 and tiles_m > 1 and tiles > programs
     return Plan(shape, packed, tiles, splits, counted, few)
 
@@ -419,5 +414,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, FEW=planned.few, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     if splits > 1:
+        # NOTE: this launch starts when all splits have ended; in decode6 it starts before.
         merge(parts, lses, out, lse)
     return out, lse

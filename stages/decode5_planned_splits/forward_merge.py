@@ -1,11 +1,10 @@
 """The kernel that merges the outputs of the splits.
 
-Splits take few microseconds, so the merge's latency counts: PDL launches it early, and a thread loads many splits at once.
+Splits take few microseconds, so the merge's latency counts: a thread loads many splits at once.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.hopper import LOG2_E
 from common.layout import cdiv
@@ -17,18 +16,15 @@ def _merge_kernel(
     VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Compute some rows of out and lse. out is the sum of the splits' outputs, weighted by exp(lse of the split - lse)."""
-    # A thread adds up AT_ONCE splits of its columns (`by_rows`), or a quarter of them (`by_splits`), without other threads.
+    # A thread adds up AT_ONCE splits of its columns without other threads.
     WARP_ROWS: gl.constexpr = max(1, 128 // VALUE_DIM)
     threads: gl.constexpr = [WARP_ROWS, 1, 32 // WARP_ROWS]
-    by_rows: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])
-    by_splits: gl.constexpr = gl.BlockedLayout([1, AT_ONCE // 4, 4], threads, [1, 4, 1], [2, 1, 0])
-    layout: gl.constexpr = by_rows if ROWS > WARP_ROWS else by_splits
+    layout: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     of_out: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, layout))
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, of_rows)
     offs_s = gl.arange(0, AT_ONCE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    gdc_wait()  # wait until the launch that computes the splits has ended
     m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     l = gl.zeros([ROWS], gl.float32, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, gl.SliceLayout(1, layout))
@@ -56,9 +52,10 @@ def merge(parts, lses, out, lse):
     """Merge the splits' outputs `parts`, [splits, B, H, Sq, Dv], and their `lses` into `out` and `lse`."""
     splits, value_dim = len(parts), parts.shape[-1]
     own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into 64 registers of each thread
-    at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)  # 4 * own: four warps share a row
-    merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
+    # NOTE: many splits take many rounds of loads; in decode7 four warps share a row, so a round loads more.
+    at_once = next((n for n in (4, 8, 16) if splits <= n <= own), own)
+    merged = max(1, 128 // value_dim) * 4  # rows per CTA: a warp has 128 columns
     _merge_kernel[cdiv(lse.numel(), merged),](
         parts, lses, out, lse, *out.stride()[:3], lse.numel(), *lse.shape[1:], splits,
-        VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
+        VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4,
     )  # fmt: skip

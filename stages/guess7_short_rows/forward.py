@@ -11,7 +11,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.hopper import (
     LOG2_E,
@@ -142,10 +141,14 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         started = _started(tiles, state)
         failed, number = _next_again(gl.to_tensor(0), number, started, state)
         _pass_on(number, next_tiles, Q_STAGES)  # the consumers need not search themselves
+    if MODE == "guess":
+        if _often_failed(number, state):  # most guesses would fail, so this CTA computes no tile
+            _leave(number, state)
+            number = tiles
+        _pass_on(number, next_tiles, Q_STAGES)
     while number < tiles:
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
-        key_tiles = tile.key_tiles
-        start_n = (key_tiles - 1) * BLOCK_N
+        start_n = (tile.key_tiles - 1) * BLOCK_N
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
             slot = slot * CONSUMERS + w
@@ -158,21 +161,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
             if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
                 _load(tensors, tile, ring, fill, start_n, K=True, V=False)
-        if MODE == "guess":
-            if turn == 0:
-                # PDL lets this launch start before the samples' launch ends. So Q and K of this tile load while the samples are
-                # computed, and a prediction costs little time.
-                gdc_wait()
-            stops = _often_failed(number, state)
-            if turn == 0:
-                _pass_on(gl.where(stops, tiles, number), next_tiles, Q_STAGES)
-                if stops:  # most guesses would fail, so this CTA computes no tile
-                    _leave(number, state)
-                    key_tiles = 0  # load no more
-                    for w in gl.static_range(CONSUMERS):  # no consumer waits for these loads, which end before the CTA may end
-                        mbarrier.wait(queries.full.index(w), 0)
-                    mbarrier.wait(ring.full.index(0), 0)
-        for _ in range(1, key_tiles):
+        for _ in range(1, tile.key_tiles):
             fill += 1
             start_n -= BLOCK_N
             _load(tensors, tile, ring, fill, start_n, K=True, V=True)
@@ -181,12 +170,11 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, started, state)
         elif MODE == "running":
             number += gl.num_programs(0)
-        elif stops:
+        elif _often_failed(number, state):
             number = tiles
         else:
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
-        if key_tiles > 0:
-            _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, K=False, V=True)
+        _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, K=False, V=True)
         fill += 2
         slot, _ = slot_and_phase(turn, Q_STAGES)
         _pass_on(number, next_tiles, slot)
@@ -251,7 +239,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
-    # The producer passes on a first number if it has searched for a failed tile, or waited for the samples.
+    # The producer passes on a first number if it has searched for a failed tile, or looked at the samples.
     number = gl.program_id(0) if MODE == "running" else _next(next_tiles, Q_STAGES, 0)
     tiles = problem.batch_heads * problem.tiles_m
     while number < tiles:
@@ -281,8 +269,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
         )  # fmt: skip
         fill += seen
 
-        # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
-        # meanwhile.
+        # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile:
+        # the whole row sums (in `_accumulate`), and from them LSE and 1 / l.
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = per_row(1.0 / l, acc_layout)
@@ -400,6 +388,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both.
         launches = [("guess", TILES[width]), ("again", TILES_AGAIN[width])]
         state = lse.new_empty(2 + LATELY.value + tiles, dtype=torch.int32)  # see `State`; `_sample_kernel` zeroes it
+        # NOTE: the next launch waits until these samples are done; in guess8 it starts and loads before.
         _sample_kernel[min(LATELY.value, num_sms()),](
             describe_tile(q, 64), describe_tile(k, TILES[width].keys), describe_tile(k, FIRST_KEYS), state, scale, SAMPLE_LIMIT,
             batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
@@ -410,7 +399,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
             describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(k, FIRST_KEYS),
             describe_tile(out, 64), out_ptr, lse, state, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
-            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode == "guess",
+            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
         )  # fmt: skip
     return out, lse

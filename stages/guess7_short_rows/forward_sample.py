@@ -6,7 +6,6 @@ Without this prediction, each CTA would compute about two tiles in vain before t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from common.kernels.hopper import LOG2_E, ROWS, new_barriers
 
@@ -42,7 +41,6 @@ def _sample_kernel(
 
     The kernel also zeroes the counter and the flags of the tiles. This needs a launch in any case, so sampling adds none.
     """
-    gdc_launch_dependents()  # the next launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
     ROW_BYTES: gl.constexpr = 4 * HEAD_DIM  # bytes of a key's K and V, as if V had as many columns as K

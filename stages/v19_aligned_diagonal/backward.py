@@ -178,14 +178,14 @@ def _accumulate(
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         dv = warpgroup_mma_wait(0, [dv])
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
+        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
         ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
-        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
-        mbarrier.arrive(ds_ring.full.index(slot), count=1)
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
+        mbarrier.arrive(ds_ring.full.index(slot), count=1)  # after dK has started, because four warps meet here
         dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(ring.empty.index(slot), count=1)
     return dk, dv

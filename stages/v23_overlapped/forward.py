@@ -160,8 +160,8 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     last = start_m + problem.diagonal  # the last key that the first row sees
     acc, m, l = _accumulate(acc, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
 
-    # The last P V is still in flight. Only O needs it. So LSE, 1 / l and, in `_accumulate`, the whole row sums are computed
-    # meanwhile.
+    # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile: the
+    # whole row sums (in `_accumulate`), and from them LSE and 1 / l.
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = per_row(1.0 / l, acc_layout)

@@ -173,7 +173,8 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here, so this wait takes no time. Without it, the compiler spills more registers.
+        # Two matmuls in flight, as below, leave few registers. This wait takes no time, because none is in flight here. Without
+        # it, the compiler spills more registers.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         # Issue two matmuls at once. dPᵀ is first, because dS needs it. So dV runs while the consumer waits for dS's slot and

@@ -2,7 +2,7 @@
 
 from common.kernels.hopper import require_hopper
 from stages.shortbwd7_split_steps.backward import backward as backward_of_shortbwd
-from stages.wide7_wide_overlap.backward import backward as backward_of_wide
+from stages.wide8_unseen_keys.backward import backward as backward_of_wide
 
 
 def chosen_backward(head_dim, value_dim) -> str:

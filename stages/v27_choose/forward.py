@@ -1,8 +1,8 @@
 """The forward: it calls the forward of the track that suits the problem."""
 
 from common.kernels.hopper import require_hopper
-from stages.decode5_planned_splits.forward import forward as forward_of_decode
-from stages.guess7_short_rows.forward import forward as forward_of_guess
+from stages.decode8_short_splits.forward import forward as forward_of_decode
+from stages.guess8_early_start.forward import forward as forward_of_guess
 from stages.shortfwd4_fewer_rows.forward import forward as forward_of_shortfwd
 
 from .forward_plan import chosen_forward

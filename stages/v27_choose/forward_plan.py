@@ -5,9 +5,9 @@ from typing import NamedTuple
 from common.kernels.order import busiest
 from common.layout import cdiv
 from common.runtime import num_sms
-from stages.decode5_planned_splits.forward import plan as plan_of_decode
-from stages.guess7_short_rows.forward import TILES
-from stages.guess7_short_rows.forward_plan import is_short
+from stages.decode8_short_splits.forward import plan as plan_of_decode
+from stages.guess8_early_start.forward import TILES
+from stages.guess8_early_start.forward_plan import is_short
 from stages.shortfwd4_fewer_rows.forward import shape_of
 
 

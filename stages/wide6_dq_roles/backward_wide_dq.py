@@ -137,7 +137,8 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, wgmma_layout(ROWS, ROWS))
     slot = wait_full(full, step)
     if buffers.shape[0] == 1:
-        # 0, but ptxas does not know. With a constant, ptxas would keep V's addresses in registers: more than a consumer's 240.
+        # 0, but ptxas does not know. If it knew, it would keep V's addresses in registers. A consumer has only 240 registers,
+        # so hundreds of bytes would spill.
         slot = step // 2**24
     return warpgroup_mma(a, matrix(buffers.index(slot)).permute([1, 0]), zeros, use_acc=False, is_async=True)
 
@@ -161,23 +162,13 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     dq_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
     start_m = tile.start_m + w * ROWS
-    # A consumer has rows and a pace of its own, so it computes only the steps whose keys these rows see. The first steps may be
-    # the other consumer's alone.
-    unseen = 0  # number of those first steps
-    if CAUSAL:
-        unseen = gl.maximum(tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
     stats = _row_stats(tensors, tile, problem, start_m, ROWS, gl.SliceLayout(1, s_layout), CAUSAL)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, dq_layout)
     q = matrix(queries.q.index(w))
     do = matrix(queries.do.index(w))
-    for step in range(unseen):
-        # Release K and V unread. Without these waits, the next wait would take an earlier phase for its own.
-        wait_full(ring.k_full, step)
-        signal(ring.k_empty, step)
-        wait_full(ring.v_full, step)
-        signal(ring.v_empty, step)
     mbarrier.wait(queries.full.index(w), 0)
-    for step in range(unseen, tile.steps):
+    # NOTE: with a mask, the first consumer's rows see none of the last keys; in wide8 it skips them.
+    for step in range(tile.steps):
         s = _matmul(q, ring.k, ring.k_full, step)
         dp = _matmul(do, ring.v, ring.v_full, step)
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]

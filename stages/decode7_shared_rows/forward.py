@@ -149,7 +149,6 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
 @gluon.jit
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.part is not None:  # `part` is the head's first row in `tensors.part`
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
@@ -157,11 +156,11 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, pa
         gl.store(part_ptrs, gl.where(idle, 0.0, acc * normalize), mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
     elif tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
-        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
+        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m // PACKED, out)
     else:
         queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        where = _row(batch, head, start_m, PACKED)
+        where = _row(tile.batch, tile.head, start_m, PACKED)
         tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 

@@ -24,7 +24,7 @@ from common.kernels.hopper import (
     require_hopper,
     signal,
     slot_and_phase,
-    store_rows,
+    store_clipped,
     wait_empty,
     wait_full,
     wgmma_layout,
@@ -214,16 +214,15 @@ def _check(acc, l, l_capped, number, tensors):
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+def _store_out(acc, normalize, tensors, queries, own, tile, start_m):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
-        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
+        store_clipped(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
         queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        where = [batch, head, start_m, 0]
+        where = [tile.batch, tile.head, start_m, 0]
         tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
@@ -293,7 +292,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE
         fill += 1
         if MODE == "guess":
             _check(acc, l, l_capped, number, tensors)
-        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m)
+        _store_out(acc, normalize, tensors, queries, own, tile, start_m)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(queries.empty.index(own), count=1)

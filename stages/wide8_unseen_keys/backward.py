@@ -1,7 +1,15 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Two consumers have 64 keys each, and a third warpgroup computes dQ from their dS. The consumers wait neither for each other nor
-for dQ. So one consumer's matmuls run while the other computes P and dS.
+S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of tiles takes five matmuls. With a separate kernel
+for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
+
+The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
+take the tiles of all heads. A loop loads the next steps' tiles while it computes, so only its first steps wait for memory. Two
+loops for each head would wait at each head.
+
+Two consumers have 64 keys each and wait neither for each other nor for dQ. So one consumer's matmuls run while the other
+computes P and dS. A step's dQ is a sum over the keys of both, for which consumers would have to meet. So a third warpgroup
+computes dQ from their dS.
 """
 
 from typing import NamedTuple
@@ -43,7 +51,9 @@ from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
 
-SUM_COLUMNS = 256  # dQ's accumulator lies in register order (`_add_dq`), in rows of this length, the longest for TMA
+# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ cause bank conflicts when warps stage them in
+# shared memory for TMA's addition. The accumulator is cut into rows of SUM_COLUMNS elements, the longest that TMA takes.
+SUM_COLUMNS = 256
 
 
 class Tensors(NamedTuple):
@@ -81,7 +91,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator.
+    """A ring in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them.
 
     dS has STAGES slots, so the consumers can compute a step's dS while dQ's warpgroup reads that of the step before.
     """
@@ -115,8 +125,8 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. COLUMNS
-    # limits the registers that a part takes.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
+    # with few registers take COLUMNS of the columns at a time.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -188,7 +198,7 @@ def _accumulate(
 
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
-    """Run on one warp: load K and V, then Q and dO through a ring, and store dK and dV. So consumers need no descriptors."""
+    """Run on one warp: load K and V, then Q and dO through a ring, and store dK and dV. So no consumer waits for its stores."""
     # NOTE: the consumers idle until K and V arrive; shortbwd3 loads K and V while the previous tile is computed.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
@@ -240,12 +250,12 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, MASKED=True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, MASKED=False)
 
-    # dV and dK go into the buffers of V and K, and TMA stores them from there.
+    # No other step reads V and K, so dV and dK go into their buffers, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
     wait_full(ds_ring.empty, tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))  # the scale, from a number that is in a register
+    k.store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dk_full.index(w), count=1)
 
@@ -286,7 +296,7 @@ def _backward_kernel(
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
+    tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
@@ -305,8 +315,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32. Up to D = 128, this also falls back under `torch.use_deterministic_algorithms`, because
-    key tiles add to dQ in any order.
+    This falls back to v6 for float32, whose tiles take twice the space. Up to D = 128, it also falls back under
+    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

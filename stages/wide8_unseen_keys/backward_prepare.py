@@ -19,7 +19,7 @@ def _prepare_kernel(
     batch = batch_head // heads
     head = batch_head % heads
     if sums_ptr is not None:
-        # In register order, a query tile's accumulator is one contiguous block. Zeroing it here saves a launch.
+        # In register order, a query tile's accumulator is one contiguous block.
         offs = tl.arange(0, BLOCK_M * HEAD_DIM)
         tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
     rows = tl.arange(0, BLOCK_M)

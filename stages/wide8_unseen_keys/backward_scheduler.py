@@ -1,4 +1,7 @@
-"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
+
+A loop only counts steps. `_query_tile` finds a step's head and query tile. Gluon kernels can call these Triton functions.
+"""
 
 from typing import NamedTuple
 
@@ -41,15 +44,13 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the work tile whose number is `number`."""
+def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the work tile of this CTA."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = tl.cdiv(problem.seq_q, BLOCK_M)
     BLOCK_N: tl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else CONSUMERS * ROWS  # dK and dV stay in registers
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
-    tile_n, batch_head = tile_and_head(
-        tl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=tl.num_programs(0)
-    )
+    tile_n, batch_head = tile_and_head(tl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
@@ -75,7 +76,8 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
-    The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head. So each head's
+    first query tiles, which may need a mask, come before all others.
     """
     shared = step % tile.heads_per_kv
     # NOTE: CTAs that run at the same time begin at different query tiles; in groups1 they read the same tiles.

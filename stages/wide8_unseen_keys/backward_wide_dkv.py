@@ -207,7 +207,7 @@ def _wide_dkv_kernel(
 
     tensors = WideTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     kv = KeyTile(k_s, v_s, new_barriers(1, 1))
     ring = StepRing(q_s, do_s, stats_s, q_full, new_barriers(STAGES, 1), empty)
     p_ring = PRing(p_s, p_full)

@@ -9,7 +9,7 @@ from common.kernels.order import mean_keys
 from common.layout import cdiv
 
 MAX_SPLITS = 8
-# Costs in steps of one SM, by the larger of D and Dv, fitted to times of random shapes on an H100: of a split's start, which
+# Costs in steps of one SM, by the larger of D and Dv, fitted to results/ways-h100.json: of a split's start, which
 # loads K and V and adds dK and dV, and of a key tile's accumulators, which are zeroed, read again and rounded.
 COSTS = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (4, 9)}
 GAIN = 0.93  # CTAs share key tiles only if this is expected to take less than GAIN of the time

@@ -1,6 +1,7 @@
 """Backwards are right if several CTAs share the steps of a key tile, with any number of CTAs. The host splits if it helps."""
 
 import itertools
+import math
 
 import pytest
 from cases import available, by_functions, check, make_inputs, names_in, once
@@ -21,7 +22,22 @@ def split(request, monkeypatch):
     """A stage, and a function that sets its number of splits."""
     monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes
     stage = available(request.param)
-    return stage, lambda number: monkeypatch.setitem(stage.backward.__globals__, "splits_of", lambda *_: number)
+
+    def set_splits(number):
+        """Several query heads of a K/V head are shared first, where the stage knows how."""
+
+        def splits_of(tiles, heads_per_kv, *_):
+            shares = math.gcd(number, heads_per_kv)
+            return (shares, number // shares) if divides_heads(request.param) else number
+
+        monkeypatch.setitem(stage.backward.__globals__, "splits_of", splits_of)
+
+    return stage, set_splits
+
+
+def divides_heads(name):
+    """Return whether a stage's CTAs first divide the query heads that share a key tile."""
+    return "shares" in names_in(name, "backward")["Problem"]._fields
 
 
 PROBLEMS = [  # (queries, keys, D, Dv, causal, heads, K/V heads, batch)
@@ -75,7 +91,13 @@ def test_splits_move_what_the_formula_says(split, causal, value_dim, splits):
 @pytest.mark.parametrize("name", SPLITTING)
 def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
     def splits(tiles, heads_per_kv, seq_q, seq_k, causal=False, diagonal=0):
-        return names_in(name, "backward")["splits_of"](tiles, heads_per_kv, seq_q, seq_k, 128, 64, causal, diagonal, 132)
+        sizes = tiles, heads_per_kv, seq_q, seq_k, 128, 64, causal, diagonal, 132
+        found = names_in(name, "backward")["splits_of"](*sizes)
+        if not divides_heads(name):
+            return found
+        shares, found = found
+        assert heads_per_kv % shares == 0 and (found == 1 or shares == heads_per_kv)
+        return shares * found
 
     assert splits(132, 1, 4096, 4096) == splits(1320, 4, 4096, 4096) == 1
     assert splits(1, 1, 1, 100) == splits(28, 1, 70, 859) == 1  # nothing to split; too little to be worth it

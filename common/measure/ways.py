@@ -8,6 +8,7 @@ would choose. `--fit` prints the constants with which `common.kernels.order.busi
 the newest stage's choices take than the fastest ways.
 """
 
+import functools
 import json
 import math
 import statistics
@@ -38,6 +39,12 @@ def changed(function: Callable, **values) -> Callable:
     return patch.dict(function.__globals__, values)(function)
 
 
+def _shared(ctas: int, _, heads_per_kv: int, *__) -> tuple[int, int]:
+    """Return the shares and the splits with which this number of CTAs share a key tile: as many shares as possible."""
+    shares = math.gcd(ctas, heads_per_kv)
+    return shares, ctas // shares
+
+
 def ways(pass_: str, width: int) -> dict[str, tuple]:
     """Return all ways to compute a pass, by name. `width` is D and Dv.
 
@@ -47,7 +54,7 @@ def ways(pass_: str, width: int) -> dict[str, tuple]:
         wide, own = map(stages.load("newest").backward.__globals__["BACKWARDS"].get, ("wide", "shortbwd"))
         parent = stages.parent(stages.line("shortbwd")[-1])
         found = {stages.version(parent): stages.load(parent).backward, "auto": own}
-        found |= {f"n{n}": changed(own, splits_of=lambda *_, n=n: n) for n in (1, 2, 4, 8)}
+        found |= {f"n{n}": changed(own, splits_of=functools.partial(_shared, n)) for n in (1, 2, 4, 8)}
         return {name: (function, None) for name, function in ({"wide": wide} if width == 256 else found).items()}
 
     def counted(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs):

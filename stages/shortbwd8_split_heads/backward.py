@@ -359,10 +359,10 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
         turn += 1
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "shares", "splits", "seq_q", "seq_k", "diagonal", "tiles"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles", "shares", "splits"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, dkv_sums_ptr, tickets_ptr, counter_ptr,
-    scale, kv_heads, heads_per_kv, shares, splits, seq_q, seq_k, diagonal, num_sms, tiles,
+    scale, kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles, shares, splits,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
@@ -388,7 +388,7 @@ def _backward_kernel(
     tile_full = new_barriers(3, 1)  # no empty barriers: all warps have read a tile's number when the next tile's dK is ready
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, tickets_ptr, counter_ptr)
-    problem = Problem(kv_heads, heads_per_kv, shares, seq_q, seq_k, diagonal, num_sms, tiles, splits, scale)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles, shares, splits, scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, ds_full, ds_empty)
     dq_parts = DqParts(dq_s, dq_full, dq_empty)
@@ -452,8 +452,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), dkv_sums, tickets, counter, scale,
-        kv_heads * shares, heads // kv_heads // shares, *((shares, splits) if ctas > 1 else (None, None)),
-        seq_q, seq_k, diagonal, num_sms(), tiles,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+        *((shares, splits) if ctas > 1 else (None, None)),
         BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
         num_warps=4, maxnreg=128,
     )  # fmt: skip

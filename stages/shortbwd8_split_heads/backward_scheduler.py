@@ -21,26 +21,26 @@ APART = tl.constexpr(32)  # without a mask, CTAs of a head start fewer steps apa
 class Problem(NamedTuple):
     """Sizes that all CTAs share."""
 
-    kv_heads: tl.tensor  # number of shares of K/V heads
-    heads_per_kv: tl.tensor  # query heads of a share
-    shares: tl.tensor | None  # number of shares of a K/V head, each with other query heads; None if key tiles have one CTA
+    kv_heads: tl.tensor
+    heads_per_kv: tl.tensor
     seq_q: tl.tensor
     seq_k: tl.tensor
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     num_sms: tl.tensor  # number of SMs; each runs one CTA at a time
-    tiles: tl.tensor  # work tiles: key tiles of all shares, times `splits`; persistent CTAs are fewer
-    splits: tl.tensor | None  # number of CTAs that split the steps of a share's key tile; None if key tiles have one CTA
+    tiles: tl.tensor  # work tiles: key tiles of all heads, times `shares` and `splits`; persistent CTAs are fewer
+    shares: tl.tensor | None  # number of shares of a K/V head, each with other query heads; None if each key tile has one CTA
+    splits: tl.tensor | None  # number of CTAs that split the steps of a share; None if each key tile has one CTA
     scale: tl.tensor
 
 
 class Tile(NamedTuple):
-    """A work tile: BLOCK_N keys of one head, and the query tiles that see them, or a split of these query tiles."""
+    """A work tile: BLOCK_N keys of one head, and the query tiles of a share that see them, or a split of these query tiles."""
 
     batch: tl.tensor
     kv_head: tl.tensor
-    head: tl.tensor  # the first of the query heads that share these keys
+    head: tl.tensor  # the first query head of the share
     batch_head: tl.tensor  # batch * H + head
-    heads_per_kv: tl.tensor  # number of query heads that share these keys
+    heads_per_kv: tl.tensor  # number of query heads of the share
     start_n: tl.tensor  # the first key
     keys: tl.tensor  # number of keys from start_n on
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
@@ -64,7 +64,10 @@ class NextTiles(NamedTuple):
 @triton.jit
 def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the work tile whose number is `number`."""
-    heads_per_kv = problem.heads_per_kv
+    # Each share of a K/V head is a head of its own for the order of tiles. So few shares, and few query heads, are in use at a
+    # time, and their Q, dO and dQ stay in the L2 cache.
+    shares = 1 if problem.shares is None else problem.shares
+    heads_per_kv = problem.heads_per_kv // shares
     key_tiles = problem.tiles
     if problem.splits is not None:  # a key tile's CTAs have consecutive numbers
         split = number % problem.splits
@@ -74,7 +77,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     BLOCK_N: tl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
-    tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=key_tiles)
+    tile_n, batch_share = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=key_tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
@@ -108,8 +111,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     entry = 0
     if not CAUSAL:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)
-    share = batch_head % problem.kv_heads  # counts the shares of all K/V heads
-    kv_head = share if problem.shares is None else share // problem.shares
+    share = batch_share % (problem.kv_heads * shares)
     keys = problem.seq_k - start_n
     all_steps = tiles * heads_per_kv
     steps = all_steps
@@ -127,8 +129,8 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         unseen = tl.minimum(tl.maximum(unseen - begin, 0), steps)
         entry += begin
     return Tile(
-        batch_head // problem.kv_heads, kv_head, share * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
-        start_n, keys, problem.diagonal, first, entry, rising, tiles_m, all_steps, steps, unseen, masked,
+        batch_share // (problem.kv_heads * shares), share // shares, share * heads_per_kv, batch_share * heads_per_kv,
+        heads_per_kv, start_n, keys, problem.diagonal, first, entry, rising, tiles_m, all_steps, steps, unseen, masked,
     )  # fmt: skip
 
 

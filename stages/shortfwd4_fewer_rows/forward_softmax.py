@@ -22,9 +22,10 @@ def _scores(q, ring, fill):
 def _sums(p):
     """Return four partial sums of each row of p, one per thread that holds part of the row.
 
-    Only LSE and 1 / l need whole row sums. So the threads add up the four only once, during the last matmul, and do not wait
-    for each other in every step.
+    The threads must exchange them to add them up. Only the tile's end needs whole row sums, for LSE and 1 / l. So this exchange
+    also waits for the end, where it runs during the last matmul.
     """
+    # In wgmma's layout, each of a row's four threads holds 2 of every 8 columns.
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -74,7 +75,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
         acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # more consumers keep the tensor cores busy, even if each waits for both of its matmuls
+        else:  # more consumers keep the tensor cores busy, and have too few registers to wait for O later
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         # NOTE: every tile computes a new maximum, and usually rescales by 1; guess1 keeps the first tile's maximum.

@@ -1,7 +1,7 @@
 """The backward: it calls the backward of the track that suits the head dimension."""
 
 from common.kernels.hopper import require_hopper
-from stages.shortbwd7_split_steps.backward import backward as backward_of_shortbwd
+from stages.shortbwd8_split_heads.backward import backward as backward_of_shortbwd
 from stages.wide8_unseen_keys.backward import backward as backward_of_wide
 
 

@@ -1,12 +1,13 @@
 """Say what the host chooses for a problem, without running it."""
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from common.layout import cdiv
 from common.runtime import num_sms
-from stages.shortbwd7_split_steps.backward_splits import splits_of
+from stages.shortbwd8_split_heads.backward_splits import splits_of
 
 from .backward import BACKWARDS, chosen_backward
 from .forward import FORWARDS, chosen_forward
@@ -44,7 +45,7 @@ def choice(
     tiles, splits = cdiv(seq_k, keys) * batch * kv_heads, 1
     if track == "shortbwd":
         block_m = 64 if width == 128 else 128  # queries of a step
-        splits = splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms())
+        splits = math.prod(splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms()))
     return Choice(
         *homes,
         _in_words(f"{chosen.queries} queries", chosen.tiles, chosen.splits),

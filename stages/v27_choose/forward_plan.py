@@ -30,7 +30,7 @@ PACKED = 0.98  # packed heads must take less than this fraction of the time, bec
 
 
 class Chosen(NamedTuple):
-    """A track, and how its forward divides the work."""
+    """A track, and how its forward divides the work, which `choice` shows."""
 
     track: str  # "decode", "shortfwd" or "guess"
     queries: int  # query rows of a tile
@@ -41,10 +41,9 @@ class Chosen(NamedTuple):
 def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal, diagonal) -> Chosen:
     """Return the track whose forward is expected to be the fastest. All arguments are sizes; see `common.operator`.
 
-    - "decode" if rows are few, or if tiles do not fill the GPU, so that CTAs split the keys. Also if heads that share a tile
-      save time.
-    - "shortfwd" if a running maximum takes less time than a guess.
-    - "guess" for all other problems. It packs no heads.
+    It is "decode" if query rows are few, or if query tiles are so few that CTAs split the keys. Otherwise, it is the track with
+    the least expected time: "shortfwd" (a running maximum), "decode" if it packs heads into tiles, or "guess" if its own rule
+    does not prefer a running maximum.
     """
     width, programs = max(head_dim, value_dim), num_sms()
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k

@@ -1,5 +1,5 @@
 """The stages share the code in this package.
 
 Each entry of this list imports only from later entries: site, show, measure, the stages, ring, kernels, operator, entry,
-recording, layout, runtime, interpreter.
+recording, launching, layout, runtime, interpreter.
 """

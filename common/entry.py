@@ -41,6 +41,7 @@ def entry(function: Callable) -> Callable:
         Unavailable: the tensors are on the CPU, the stage has kernels, and no interpreter runs kernels.
     """
 
+    @functools.wraps(function)
     def laid_out(*tensors: Tensor, **options):  # recorded, too: a replay need not look at the tensors again
         return function(*map(addressable, tensors), **options)
 

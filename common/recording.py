@@ -10,7 +10,7 @@ recording is like a CUDA graph, but each replay allocates new memory and may run
 alive, and a replay frees each tensor that it makes after the last step that uses it.
 
 Triton 3.6 and 3.7 load a kernel's binary, and parse its source, in ways that are not safe in several threads. So calls without
-a recording run one at a time.
+a recording run one at a time. They find compiled kernels in tables (`common.launching`), except while they are recorded.
 """
 
 import contextvars
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.compiler import CompiledKernel
 
+from common.launching import with_tables
 from common.layout import ALIGNMENT
 from common.runtime import give_context
 
@@ -293,7 +294,8 @@ def is_watched() -> bool:
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # the `calls` of a chain of hooks may be empty
-    return bool(hooked or runtime.debug or triton.knobs.compilation.instrumentation_mode)
+    compiles_otherwise = runtime.debug or runtime.add_stages_inspection_hook or triton.knobs.compilation.instrumentation_mode
+    return bool(hooked or compiles_otherwise)
 
 
 def _kind(tensor):
@@ -344,7 +346,7 @@ class Recorded:
                 self.replays.setdefault(kind, _CALLED)
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
-                return self.function(*tensors, **options)
+                return with_tables(self.function, *tensors, **options)
             tensors = [tensor.detach() for tensor in tensors]  # new objects, because a tensor passed twice needs two numbers
             with _Recording(tensors) as recording:
                 results = self.function(*tensors, **options)

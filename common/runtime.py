@@ -27,6 +27,11 @@ def _properties(device: int) -> dict[str, int]:
     return triton.runtime.driver.active.utils.get_device_properties(device)
 
 
+@functools.cache
+def _architecture(driver, device: int) -> int | str:
+    return driver.get_current_target().arch
+
+
 @dataclass(frozen=True)
 class Device:
     """The device properties that stages use. The defaults are for interpreted kernels."""
@@ -61,7 +66,7 @@ def l2_bytes() -> int:
 
 def architecture() -> int | str | None:
     """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None if kernels are interpreted."""
-    return _interpreter.architecture if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+    return _interpreter.architecture if INTERPRETED else _architecture(triton.runtime.driver.active, current_device())
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import torch, triton
 import triton.compiler
 from triton.compiler import CompiledKernel
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
 import stages
 from common import recording
 from common.entry import entry
@@ -240,12 +241,14 @@ for _ in range(3):
 assert repeated()
 for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
     hooks.add(print)
-    launched(entry(stage.forward), *tensors, **OPTIONS)
-    (launch,) = launches
-    assert not repeated() and hooks in launch.hooks and launch.metadata is not None
+    for each in (tensors, problem(seq_q=127)):  # recorded, and of a new length
+        launched(entry(stage.forward), *each, **OPTIONS)
+        (launch,) = launches
+        assert not repeated() and hooks in launch.hooks and launch.metadata is not None
     hooks.remove(print)
 for knobs, name, value in (
     (triton.knobs.runtime, "debug", True), (triton.knobs.compilation, "instrumentation_mode", "any"),
+    (triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", "")),
 ):
     before = getattr(knobs, name)
     setattr(knobs, name, value)
@@ -255,6 +258,136 @@ for knobs, name, value in (
 launched(entry(stage.forward), *tensors, **OPTIONS)
 assert repeated()
 """)
+
+
+@pytest.mark.parametrize("stage", [name for name in REPLAYED if LONG or name in in_full()])
+def test_new_lengths_do_not_go_through_triton(stage):
+    """After a call has compiled the kernels, other lengths find them in the tables, whichever module they are in."""
+    run(
+        """
+stage = stages.load(sys.argv[1])
+through_triton = []
+triton_run = JITFunction.run
+JITFunction.run = lambda kernel, *args, **options: through_triton.append(kernel) or triton_run(kernel, *args, **options)
+for seq_k in (1008, 992, 976):
+    tensors = problem(seq_q=1024, seq_k=seq_k)
+    for function, given in ((stage.forward, tensors), (stage.backward, for_backward(*tensors))):
+        launched(entry(function), *given, **OPTIONS)
+        assert not repeated() and bool(through_triton) == (seq_k == 1008), (function, through_triton)
+    through_triton.clear()
+""",
+        stage,
+    )
+
+
+KERNEL = """
+import triton
+import triton.language as tl
+FACTOR = tl.constexpr(2)
+
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["out"])
+def kernel(x, out, first, second, length, annotated: tl.int32, scale, pair, SIZE: tl.constexpr, USUAL: tl.constexpr = 3):
+    tl.store(out, FACTOR)
+"""
+
+
+def test_a_table_launches_what_triton_would(tmp_path):
+    """Whatever a launch changes, the table finds the compiled kernel that Triton finds, and with the same arguments."""
+    (tmp_path / "module_of_kernel.py").write_text(KERNEL)
+    run(
+        """
+sys.path.append(sys.argv[1])
+import module_of_kernel
+from module_of_kernel import kernel
+from common import launching
+from triton.experimental.gluon import language as gl
+from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+layouts = {}
+
+def described(dtype=torch.float16, block=(16, 64), swizzle=None, rows=64):
+    x = torch.empty(rows, 64, dtype=dtype)
+    place = x, list(x.shape), list(x.stride()), list(block)
+    if swizzle is None:
+        return TensorDescriptor(*place)
+    return GluonDescriptor(*place, layouts.setdefault(swizzle, gl.NVMMASharedLayout(swizzle, 16, 2)))
+
+memory = {dtype: torch.empty(64, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+pointers = [*memory.values(), memory[torch.float16][1:], memory[torch.float32][4:], None]
+descriptors = [
+    described(), described(rows=80), described(torch.bfloat16), described(block=(32, 64)), described(block=(16, 32)),
+    described(swizzle=128), described(torch.bfloat16, swizzle=128), described(swizzle=64),
+    described(block=(8, 64), swizzle=128),
+]
+integers = [0, 1, 2, 16, 17, -16, 2**31 - 1, 2**31, 2**40, 2**63, True, 1.0]
+CHOICES = {
+    "x": pointers, "out": pointers, "first": descriptors, "second": [*descriptors, *pointers[:4], 5], "length": integers,
+    "annotated": integers[:5], "scale": [0.5, 1.0, 2], "pair": [(1, 2), (16, memory[torch.float16]), (described(), 3)],
+    "SIZE": [1, 2, None, "a"], "USUAL": [3, 4], "num_warps": [4, 8], "maxnreg": [None, 96, 128], "extern_libs": [(), {}],
+}
+BY_POSITION = 8  # the kernel's variables; tables expect these by position, and constants by name
+
+def arguments(given, by_position=BY_POSITION):
+    return [given[name] for name in kernel.arg_names[:by_position]], {
+        name: value for name, value in given.items() if name not in kernel.arg_names[:by_position]
+    }
+launching._thread.uses_tables = True
+draw = random.Random(0)
+through_triton, triton_run = [], JITFunction.run
+JITFunction.run = lambda *args, **options: through_triton.append(args) or triton_run(*args, **options)
+for usual_descriptor in (descriptors[0], descriptors[5]):  # a table expects the first launch's kinds of descriptors
+    kernel.run, hits = launching._Launcher(kernel), 0
+    usual = {name: values[0] for name, values in CHOICES.items()} | {"first": usual_descriptor}
+    for _ in range(1500):
+        given = usual | {name: draw.choice(CHOICES[name]) for name in draw.sample([*CHOICES], draw.choice([0, 1, 2, 2, 5]))}
+        if draw.random() < 0.3:
+            del given["USUAL"]
+        args, options = arguments(given, draw.choice([0, 7, 9] + 12 * [BY_POSITION]))
+        grid = draw.choice([(3,), (3, 2), (3, 2, 1), lambda args: (args["USUAL"], args["SIZE"] == 1)])
+        launches.clear()
+        before = len(through_triton)
+        got = kernel[grid](*args, **options)
+        hit = len(through_triton) == before
+        assert not hit or len(args) == BY_POSITION and options["extern_libs"] == (), given
+        hits += hit
+        expected = triton_run(kernel, *args, grid=grid, warmup=False, **options)
+        first, second = launches
+        assert got is expected and first.binary is second.binary is got, given
+        assert first.grid == second.grid and first.stream == second.stream
+        assert all(one is other or one == other for one, other in zip(first.args, second.args, strict=True)), given
+    assert 500 < hits < 1200, hits
+
+def goes_through_triton():
+    before = len(through_triton)
+    args, options = arguments(usual)
+    kernel[1,](*args, **options)
+    return len(through_triton) > before
+
+assert not goes_through_triton()
+called = []
+kernel.add_pre_run_hook(lambda *args, **options: called.append(options))
+assert goes_through_triton() and called
+kernel.pre_run_hooks.clear()
+assert not goes_through_triton()
+kernel.device_caches.clear()  # then Triton compiles again
+assert goes_through_triton() and not goes_through_triton()
+device.index = 1
+assert goes_through_triton() and not goes_through_triton()
+elsewhere = []
+thread = threading.Thread(target=lambda: elsewhere.append(goes_through_triton()))
+thread.start()
+thread.join()
+assert elsewhere == [True]  # only threads that use tables
+module_of_kernel.FACTOR = triton.language.constexpr(3)
+try:
+    goes_through_triton()
+    raise AssertionError("launched")
+except RuntimeError as error:
+    assert "FACTOR has changed" in str(error)
+""",
+        str(tmp_path),
+    )
 
 
 def test_recordings_are_small():

@@ -3,22 +3,37 @@
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from common.layout import used_strides
+from common.layout import are_aligned, used_strides
 from common.runtime import give_context
+
+_checked = {}  # (class, block shape, dtype) -> {"layout": a block's layout in shared memory}, or {} for Triton's descriptors
 
 
 def aligned_strides(tensor: Tensor) -> list[int]:
     """Return the strides of an `addressable` tensor for a descriptor."""
-    assert tensor.stride(-1) == 1, "a row is not contiguous: call a stage through common.entry"
-    strides = used_strides(tensor) if 1 in tensor.shape else list(tensor.stride())
-    strides[-1] = 1
+    strides = list(tensor.stride())
+    assert strides[-1] == 1, "a row is not contiguous: call a stage through common.entry"
+    if not are_aligned(strides):
+        strides = [*used_strides(tensor)[:-1], 1]
+        assert are_aligned(strides), "rows are not aligned: call a stage through common.entry"
     return strides
 
 
-def located(tensor: Tensor) -> dict:
-    """Return a descriptor's base, shape and strides for an `addressable` tensor."""
+def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
+    """Make a descriptor of an `addressable` tensor. `layout(block, dtype)` returns the layout of a block in shared memory.
+
+    The checks of the class `kind` are slow. If one addressable tensor passes them, all pass with its block shape and dtype.
+    """
     give_context(tensor)
-    return {"base": tensor, "shape": list(tensor.shape), "strides": aligned_strides(tensor)}
+    fields = {"base": tensor, "shape": list(tensor.shape), "strides": aligned_strides(tensor), "block_shape": list(block)}
+    constant = _checked.get(key := (kind, block, tensor.dtype))
+    if constant is None:
+        constant = {"layout": layout(block, tensor.dtype)} if layout else {}
+        kind(**fields, **constant)
+        _checked[key] = constant
+    descriptor = kind.__new__(kind)  # its other fields have defaults, which are attributes of the class
+    vars(descriptor).update(fields, **constant)
+    return descriptor
 
 
 def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescriptor:
@@ -27,4 +42,4 @@ def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescripto
     An autotuned kernel's `pre_hook` later replaces `rows` and `columns`. The sequence is a dimension of its own, so TMA clips a
     tile at the end of the sequence. Past this end, a load gives zeros and a store does nothing.
     """
-    return TensorDescriptor(**located(tensor), block_shape=[1, 1, rows, columns])
+    return make(TensorDescriptor, tensor, (1, 1, rows, columns))

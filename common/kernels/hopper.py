@@ -1,6 +1,5 @@
 """For the Gluon stages: check the GPU, make descriptors and barriers, and add to global memory."""
 
-import functools
 import importlib
 
 import torch
@@ -13,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from common.entry import Unavailable
-from common.kernels.descriptors import located
+from common.kernels.descriptors import make
 from common.runtime import architecture
 
 HOPPER = range(90, 100)  # compute capabilities of Hopper GPUs, times 10
@@ -49,20 +48,20 @@ def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
         tensor: [B, H, S, D]; or [B, H / N, S, N, D], where N heads are interleaved, so that N rows have the same position.
         rows: the tile's size in each dimension between H and D.
     """
-    block = (1, 1, *rows, tensor.shape[-1])
-    return TensorDescriptor(**located(tensor), block_shape=list(block), layout=_layout(block, tensor.dtype))
+    return make(TensorDescriptor, tensor, (1, 1, *rows, tensor.shape[-1]), _layout)
 
 
-@functools.cache
 def _layout(block, dtype):
     return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])
 
 
 def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Make a descriptor of a contiguous [N, C] tensor, for tiles of `rows` rows that are not swizzled."""
-    block = [rows, tensor.shape[1]]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * tensor.element_size(), rank=2)
-    return TensorDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], block, layout)
+    return make(TensorDescriptor, tensor, (rows, tensor.shape[1]), _layout_of_rows)
+
+
+def _layout_of_rows(block, dtype):
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(block))
 
 
 @builtin

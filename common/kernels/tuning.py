@@ -173,6 +173,7 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
     # copy of the kernel with separate caches. An error here would leave the asynchronous mode on, so only the last line raises
     # errors.
     apart = copy.copy(kernel)
+    vars(apart).pop("run", None)  # it launches the original (`common.launching`)
     apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for config in configs:

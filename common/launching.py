@@ -1,0 +1,112 @@
+"""Launch compiled kernels with less work for the CPU than Triton's own launch.
+
+For each launch, Triton describes all arguments, constants and options as text, and looks the compiled kernel up by this text.
+Making the text is slow, most of all for TMA's descriptors. Here, each kernel has a table of compiled kernels. If two launches
+have equal keys in the table, then Triton launches the same compiled kernel for both. The first launch of a key goes through
+Triton.
+
+A key has the values of the launch's constants and options, by name. For each of TMA's descriptors, it has the dtype, the block
+shape and the layout, from which Triton makes the descriptor's text. For other arguments, it has Triton's own descriptions.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+
+import triton
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MOST_LAUNCHES = 1024  # a table forgets all launches when it has this many
+_FIXED = (type, type(None), bool, int, float, str)  # objects of these types cannot change in place
+
+
+class _Thread(threading.local):
+    uses_tables = False
+
+
+_thread = _Thread()
+
+
+class _Launcher:
+    """The `run` of a kernel. It launches through a table if this thread does so, and otherwise through Triton."""
+
+    def __init__(self, kernel: JITFunction):
+        self.kernel, self.table = kernel, {}
+        self.variables = {param.name for param in kernel.params if not param.is_constexpr}
+        self.first_constant = next((param.num for param in kernel.params if param.is_constexpr), len(kernel.params))
+        # Beside the argument, Triton's description of an argument depends on these properties of the parameter.
+        self.rules = [(p.is_const, not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in kernel.params]
+
+    def __call__(self, *args, grid, warmup, **options):
+        kernel, driver, key = self.kernel, triton.runtime.driver.active, None
+        if _thread.uses_tables and not (warmup or kernel.pre_run_hooks or kernel.debug):
+            device = driver.get_current_device()
+            compiled, _, _, backend, bind = kernel.device_caches[device]
+            key = self._key(device, backend, args, options)
+        try:
+            found = self.table.get(key)
+        except TypeError:  # an option has no hash
+            key = found = None
+        if found:
+            binary, name, used, before, constants, _ = found
+            # If Triton's cache was emptied, Triton compiles again. If a global variable has changed, Triton fails.
+            if compiled.get(name) is binary and [space.get(variable) for space, variable in used] == before:
+                values = *args, *constants
+                x, y, z = (*(grid(dict(zip(kernel.arg_names, values, strict=True))) if callable(grid) else grid), 1, 1)[:3]
+                of_kernel = binary.function, binary.packed_metadata, None, None, None  # no hooks
+                binary.run(x, y, z, driver.get_current_stream(device), *of_kernel, *values)
+                return binary
+        binary = type(kernel).run(kernel, *args, grid=grid, warmup=warmup, **options)
+        if key and isinstance(binary, CompiledKernel):
+            names = [name for name, each in compiled.items() if each is binary]
+            used = [(space, variable) for (variable, _), (_, space) in kernel.used_global_vals.items()]
+            values = [space.get(variable) for space, variable in used]
+            if names and all(isinstance(getattr(value, "value", value), _FIXED) for value in values):
+                if len(self.table) >= MOST_LAUNCHES:
+                    self.table.clear()
+                constants = [*bind(*args, **options)[0].values()][len(args) :]
+                layouts = [getattr(arg, "layout", None) for arg in args]  # kept, so that their ids stay theirs
+                self.table[key] = binary, names[0], used, values, constants, layouts
+        return binary
+
+    def _key(self, device: int, backend, args: tuple, options: dict) -> tuple | None:
+        """Return the table's key for a launch; None if a constant is passed by position, or a variable by name."""
+        if len(args) > self.first_constant or not self.variables.isdisjoint(options):
+            return None
+        description = triton.runtime.jit.native_specialize_impl  # not at the top, because other versions may not have it
+        key = [device, (*options.items(),)]
+        for arg, rules in zip(args, self.rules, strict=False):
+            if (kind := type(arg)) is GluonDescriptor:
+                key += kind, arg.base.dtype, *arg.block_shape, id(arg.layout)  # the id, because hash(layout) is slow
+            elif kind is TensorDescriptor:
+                key += kind, arg.base.dtype, *arg.block_shape
+            else:
+                key.append(description(backend, arg, *rules))
+        return tuple(key)
+
+
+@functools.lru_cache(maxsize=512)
+def _install(function: Callable):
+    """Give a launcher to each kernel in the modules of `function`'s package and of this one. Only the kernels are changed."""
+    packages = {name.partition(".")[0] for name in (inspect.unwrap(function).__module__, __name__)}
+    modules = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] in packages]
+    for value in [value for names in modules for value in [*names.values()]]:
+        kernel = value.fn if isinstance(value, Autotuner) else value
+        if isinstance(kernel, JITFunction):
+            vars(kernel).setdefault("run", _Launcher(kernel))
+
+
+def with_tables(function: Callable, *tensors, **options):
+    """Call a stage's `function` and let its launches use the tables. Call in one thread at a time, and with no hooks set."""
+    _install(function)
+    before, _thread.uses_tables = _thread.uses_tables, True
+    try:
+        return function(*tensors, **options)
+    finally:
+        _thread.uses_tables = before

@@ -179,8 +179,7 @@ def _accumulate(
         # it, the compiler spills more registers.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
-        # Issue two matmuls at once. dPᵀ is first, because dS needs it. So dV runs while the consumer waits for dS's slot and
-        # computes dS.
+        # Two matmuls at once: dPᵀ first, because dS needs it. dV runs while the consumer waits for dS's slot and computes dS.
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
@@ -228,8 +227,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
     and V, and Q and dO of its first steps, load before the previous tile has ended. So the consumers go on without a pause.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share, as
-    in the forward. Tiles take different times under a causal mask, so equal numbers of tiles would leave SMs idle at the end.
+    Persistent CTAs take their tiles from a counter that all CTAs share, except the first: its number is the CTA's own. Tiles
+    take different times under a causal mask, so equal numbers of tiles would leave SMs idle at the end.
     """
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -379,23 +378,20 @@ def _backward_kernel(
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
-        [
-            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
-            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
-            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, PARTS, PERSISTENT, CAUSAL)),
-            (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
-        ],
+        [(_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
+         (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
+         (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, PARTS, PERSISTENT, CAUSAL)),
+         (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL))],
         [4, 4, 1],
         [208, 64, 24],  # registers: 4 × maxnreg = 512 = 216 (the first role gets the rest) + 208 + 64 + 24
-    )
+    )  # fmt: skip
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
-    key tiles add to dQ in any order.
-    It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
+    This falls back to v6 for float32, whose tiles take twice the space; for D or Dv = 256, where dK and dV of 128 keys do not
+    fit in registers; and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -51,9 +51,8 @@ from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, 
 from .backward_splits import _store_or_add, splits_of
 from .backward_writer import DqParts, _dq_writer
 
-# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ cause bank conflicts when warps stage them in
-# shared memory for TMA's addition. The accumulator is cut into rows of SUM_COLUMNS elements, the longest that TMA takes.
-SUM_COLUMNS = 256
+# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ would cause bank conflicts in shared memory.
+SUM_COLUMNS = 256  # it is cut into rows of this length, the longest that TMA takes
 
 
 class Tensors(NamedTuple):
@@ -102,10 +101,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """dS in shared memory, for the matmul of dQ.
-
-    dS has STAGES slots, so the consumers can compute a step's dS while dQ's warpgroup reads that of the step before.
-    """
+    """dS in shared memory. It has STAGES slots, so consumers compute a step's dS while dQ's warpgroup reads the one before."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     full: gl.shared_memory_descriptor  # barriers, consumers → dQ's warpgroup: dS has been written
@@ -146,8 +142,7 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. A warp writes 512
-        # consecutive bytes, so it has no bank conflicts. Rows would put several threads on the same bank.
+        # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         mbarrier.wait(dq_parts.empty.index(part), dq_phase ^ 1)
         dq_parts.dq.index(part).store(dq.reshape([dq_parts.dq.shape[1], dq_parts.dq.shape[2]]))
@@ -191,8 +186,7 @@ def _accumulate(
         # it, the compiler spills more registers.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
-        # Issue two matmuls at once. dPᵀ is first, because dS needs it. So dV runs while the consumer waits for dS's slot and
-        # computes dS.
+        # Two matmuls at once: dPᵀ first, because dS needs it. dV runs while the consumer waits for dS's slot and computes dS.
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
@@ -242,8 +236,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
     and V, and Q and dO of its first steps, load before the previous tile has ended. So the consumers go on without a pause.
 
-    A CTA's first tile has the CTA's own number. Persistent CTAs take their other tiles from a counter that all CTAs share, as
-    in the forward. Tiles take different times under a causal mask, so equal numbers of tiles would leave SMs idle at the end.
+    Persistent CTAs take their tiles from a counter that all CTAs share, except the first: its number is the CTA's own. Tiles
+    take different times under a causal mask, so equal numbers of tiles would leave SMs idle at the end.
     """
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -395,27 +389,23 @@ def _backward_kernel(
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full, dkv_sums_ptr)
     next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
-        [
-            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
-            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
-            (_dq_consumer, (kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
-            (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
-            (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
-        ],
+        [(_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
+         (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
+         (_dq_consumer, (kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
+         (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
+         (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL))],
         [4, 4, 1, 1],
         # Registers: 4 × maxnreg = 512 = 208 (the first role gets the rest) + 216 + 64 + 24. The last two share a warpgroup.
-        # Because of the tickets, 216 + 208 for the consumers would spill more at D = 128 without a mask, and be 1 to 2 % slower
-        # there (H200).
+        # Because of the tickets, 216 + 208 for the consumers would be 1 to 2 % slower at D = 128 without a mask (H200).
         [216, 64, 24, 24],
-    )
+    )  # fmt: skip
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
-    key tiles add to dQ in any order.
-    It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
+    This falls back to v6 for float32, whose tiles take twice the space; for D or Dv = 256, where dK and dV of 128 keys do not
+    fit in registers; and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -436,8 +426,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None
     tickets = lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_take_ticket`
     stats = lse.new_empty(tiles_m * 2, block_m)
-    # dQ's accumulator starts without a value, which saves writing zeros and reading them back. Each query tile sees the first
-    # keys, so one CTA stores to it before others add.
+    # dQ's accumulator needs no zeros: each query tile sees the first keys, so one CTA stores to it before others add.
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     # If CTAs share key tiles: accumulators of dK and dV, a row for each 64 keys, dK's first.
     dkv_sums = lse.new_empty(tiles // splits * 2, 64 * (head_dim + value_dim)) if splits > 1 else None
@@ -451,8 +440,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), dkv_sums, tickets, counter, scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles, splits if splits > 1 else None,
-        BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
-        num_warps=4, maxnreg=128,
+        BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m + (tiles // splits * 2 if splits > 1 else 0),](
         sums, dq, *dq.stride()[:3], scale, heads, seq_q, dkv_sums, *dkv, kv_heads, seq_k, tiles_m,

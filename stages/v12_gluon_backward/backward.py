@@ -229,9 +229,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
-    key tiles add to dQ in any order.
-    It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
+    This falls back to v6 for float32, whose tiles take twice the space; for D or Dv = 256, where dK and dV of 128 keys do not
+    fit in registers; and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -44,9 +44,8 @@ from stages.v6_tile_order.backward import backward as backward_of_v6
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import BLOCK_N, Problem, _query_tile, _tile
 
-# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ cause bank conflicts when warps stage them in
-# shared memory for TMA's addition. The accumulator is cut into rows of SUM_COLUMNS elements, the longest that TMA takes.
-SUM_COLUMNS = 256
+# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ would cause bank conflicts in shared memory.
+SUM_COLUMNS = 256  # it is cut into rows of this length, the longest that TMA takes
 
 
 class Tensors(NamedTuple):
@@ -118,8 +117,7 @@ def _add_dq(tensors, ds_ring, kv, row):
         k = matrix(kv.k.index(0)).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)  # dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. A warp writes 512
-        # consecutive bytes, so it has no bank conflicts. Rows would put several threads on the same bank.
+        # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
@@ -243,9 +241,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v6 for float32, whose tiles take twice the space, and under `torch.use_deterministic_algorithms`, because
-    key tiles add to dQ in any order.
-    It also falls back for D or Dv = 256, where dK and dV of 128 keys do not fit in registers.
+    This falls back to v6 for float32, whose tiles take twice the space; for D or Dv = 256, where dK and dV of 128 keys do not
+    fit in registers; and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

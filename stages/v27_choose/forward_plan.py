@@ -8,7 +8,7 @@ from common.runtime import num_sms
 from stages.decode8_short_splits.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
 from stages.guess8_early_start.forward_plan import is_short
-from stages.shortfwd4_fewer_rows.forward import shape_of
+from stages.shortfwd4_fewer_rows.forward import sizes_of
 
 
 class Times(NamedTuple):
@@ -63,7 +63,7 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
         return Chosen(track, shape.queries, cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, 1)
 
     least = max(width, 64)
-    shape = shape_of(batch * heads, seq_q, seq_k, diagonal, causal, width, programs)
+    shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, width, programs)
     choices = {choice("shortfwd", shape): time(shape, RUNNING[least, shape.queries])}
     if plan.packed > 1:
         choices[decode] = time(plan.shape, RUNNING[least, plan.shape.queries], plan.packed) / PACKED

@@ -51,9 +51,8 @@ from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
 
-# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ cause bank conflicts when warps stage them in
-# shared memory for TMA's addition. The accumulator is cut into rows of SUM_COLUMNS elements, the longest that TMA takes.
-SUM_COLUMNS = 256
+# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ would cause bank conflicts in shared memory.
+SUM_COLUMNS = 256  # it is cut into rows of this length, the longest that TMA takes
 
 
 class Tensors(NamedTuple):
@@ -136,8 +135,7 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. A warp writes 512
-        # consecutive bytes, so it has no bank conflicts. Rows would put several threads on the same bank.
+        # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
@@ -179,8 +177,7 @@ def _accumulate(
         # it, the compiler spills more registers.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
-        # Issue two matmuls at once. dPᵀ is first, because dS needs it. So dV runs while the consumer waits for dS's slot and
-        # computes dS.
+        # Two matmuls at once: dPᵀ first, because dS needs it. dV runs while the consumer waits for dS's slot and computes dS.
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
@@ -301,15 +298,13 @@ def _backward_kernel(
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     gl.warp_specialize(
-        [
-            (_consumer, (tile, kv, ring, ds_ring, problem, 0, CAUSAL)),
-            (_consumer, (tile, kv, ring, ds_ring, problem, 1, CAUSAL)),
-            (_dq_consumer, (tensors, tile, kv, ds_ring)),
-            (_producer, (tensors, tile, kv, ring)),
-        ],
+        [(_consumer, (tile, kv, ring, ds_ring, problem, 0, CAUSAL)),
+         (_consumer, (tile, kv, ring, ds_ring, problem, 1, CAUSAL)),
+         (_dq_consumer, (tensors, tile, kv, ds_ring)),
+         (_producer, (tensors, tile, kv, ring))],
         [4, 4, 1],
         [208, 64, 24],  # registers: 4 × maxnreg = 512 = 216 (the first role gets the rest) + 208 + 64 + 24
-    )
+    )  # fmt: skip
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):

@@ -104,6 +104,7 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
     assert splits(28, 4, 859, 859) == 4  # all in one wave
     assert splits(140, 8, 4096, 4096) > 1  # eight CTAs would run alone at the end
     assert splits(1, 1, 65536, 100) == names_in(name, "backward")["MAX_SPLITS"]
-    assert splits(156, 8, 9920, 9920, causal=True) == 2  # the longest tile takes longer than the mean SM
+    # The longest tile takes longer than the mean SM. And only one head of 8 leaves room for others in the L2 cache.
+    assert splits(156, 8, 9920, 9920, causal=True) == (8 if divides_heads(name) else 2)
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys

@@ -424,7 +424,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
     persistent = max(head_dim, value_dim) < 128
-    programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None
     tickets = lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_take_ticket`
     stats = lse.new_empty(tiles_m * 2, block_m)
@@ -437,7 +436,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, tickets, counter,
         dkv_sums, tiles // ctas * (head_dim + value_dim) // 16, heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
-    _backward_kernel[programs,](
+    _backward_kernel[min(tiles, num_sms()) if persistent else tiles,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), describe_tile(dk, 64), describe_tile(dv, 64),
         dkv_sums, tickets, counter, scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,

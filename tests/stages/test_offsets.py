@@ -85,8 +85,8 @@ def test_offsets_of_statistics(name, launch, huge):
     in_tiles = "_finish_kernel" in names_in(name, "backward")  # otherwise, dQ's accumulator has the rows of dQ
     tensors = {
         "out_desc": rows, "do_desc": rows, "lse_ptr": huge(heads * seq_q), "stats_ptr": huge((tile + 1) * 2 * block_m),
-        "sums_ptr": huge(((tile + 1) * block_m if in_tiles else heads * seq_q) * dim), "tickets_ptr": huge(tile + 1, torch.int32),
-        "counter_ptr": torch.ones(1, dtype=torch.int32), "dkv_sums_ptr": None,
+        "sums_ptr": huge(((tile + 1) * block_m if in_tiles else heads * seq_q) * dim),
+        "tickets_ptr": huge(tile + 1, torch.int32), "counter_ptr": torch.ones(1, dtype=torch.int32), "dkv_sums_ptr": None,
     }  # fmt: skip
     tensors["lse_ptr"][-1] = 2.0
     tensors["sums_ptr"][-1] = tensors["tickets_ptr"][-1] = 1

@@ -1,5 +1,7 @@
 """Make tensor descriptors for TMA on the host."""
 
+import math
+
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -13,19 +15,19 @@ def aligned_strides(tensor: Tensor) -> list[int]:
     """Return the strides of an `addressable` tensor for a descriptor."""
     strides = list(tensor.stride())
     assert strides[-1] == 1, "a row is not contiguous: call a stage through common.entry"
-    if not are_aligned(strides):
-        strides = [*used_strides(tensor)[:-1], 1]
-        assert are_aligned(strides), "rows are not aligned: call a stage through common.entry"
-    return strides
+    return strides if are_aligned(strides) else [*used_strides(tensor)[:-1], 1]
 
 
 def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
     """Make a descriptor of an `addressable` tensor. `layout(block, dtype)` returns the layout of a block in shared memory.
 
-    The checks of the class `kind` are slow. If one addressable tensor passes them, all pass with its block shape and dtype.
+    The checks of the class `kind` are slow. If one addressable tensor passes them, all pass with its block shape and dtype, and
+    with strides that TMA can take.
     """
     give_context(tensor)
-    fields = {"base": tensor, "shape": list(tensor.shape), "strides": aligned_strides(tensor), "block_shape": list(block)}
+    strides = aligned_strides(tensor)
+    assert math.gcd(*strides[:-1]) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
+    fields = {"base": tensor, "shape": list(tensor.shape), "strides": strides, "block_shape": list(block)}
     constant = _checked.get(key := (kind, block, tensor.dtype))
     if constant is None:
         constant = {"layout": layout(block, tensor.dtype)} if layout else {}

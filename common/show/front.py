@@ -1,5 +1,6 @@
 """Write the generated parts of README.md: the newest stage's speed, and the ladder of all stages."""
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterable
@@ -113,11 +114,11 @@ def random_shapes() -> list[str]:
     if not path.exists():
         return []
     run = results.load_run(path)
-    libraries = ", ".join(map(results.spoken, run.libraries))
+    libraries = " and ".join(map(results.spoken, run.libraries))
+    drawn = len({dataclasses.replace(work, pass_="fwd") for work in run.works})
     name = next(name for name in run.names if name not in run.libraries)
     words = (
-        f"{len(run.works)} random shapes in float16 and bfloat16, mean (lowest), over the fastest of {libraries} for each. No "
-        "constant is fitted to them. "
-        f"Measured on {'; '.join(results.origins([run]))}."
+        f"{drawn} random shapes in float16 and bfloat16, mean (lowest), over the fastest of {libraries} for each. No constant is "
+        f"fitted to them. Measured on {'; '.join(results.origins([run]))}."
     )
     return [shapes.brief(run, name), words]

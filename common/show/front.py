@@ -104,7 +104,7 @@ def headline(found: list[results.Run]) -> str:
         "TFLOP/s",
         *(f"× {results.spoken(name)}" for name in (first, *libraries)),
     ]
-    words = f"{results.spoken(last)} is the newest measured stage. Measured on {'; '.join(results.origins(used))}."
+    words = f"Measured on {'; '.join(results.origins(used))}."
     return "\n\n".join([markdown(rows, headers, (headers[0],)), words, *random_shapes()])
 
 
@@ -118,7 +118,7 @@ def random_shapes() -> list[str]:
     drawn = len({dataclasses.replace(work, pass_="fwd") for work in run.works})
     name = next(name for name in run.names if name not in run.libraries)
     words = (
-        f"{drawn} random shapes in float16 and bfloat16, mean (lowest), over the fastest of {libraries} for each. No constant is "
-        f"fitted to them. Measured on {'; '.join(results.origins([run]))}."
+        f"{drawn} random shapes, mean (lowest), over the faster of {libraries}. No constant is fitted to them. Measured on "
+        f"{'; '.join(results.origins([run]))}."
     )
     return [shapes.brief(run, name), words]

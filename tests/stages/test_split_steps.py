@@ -17,7 +17,11 @@ from common.runtime import INTERPRETED, Device, interpreted_as
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name, "backward")], "backward")
 
 
-@pytest.fixture(params=SPLITTING)
+# On the interpreter, a stage before the last one takes long, and teaches little more.
+PARAMS = [pytest.param(name, marks=[pytest.mark.long] * (INTERPRETED and name != SPLITTING[-1])) for name in SPLITTING]
+
+
+@pytest.fixture(params=PARAMS)
 def split(request, monkeypatch):
     """A stage, and a function that sets its number of splits."""
     monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes

@@ -1,4 +1,5 @@
-"""Splits: several CTAs share the steps of a key tile, and add their dK and dV."""
+"""Splits: several CTAs share the steps of a key tile, and add their dK and dV. With few K/V heads, key tiles alone are fewer than
+SMs; with a causal mask, the longest key tile may take longer than the mean SM."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,8 +18,9 @@ GAIN = 0.93  # CTAs share key tiles only if this is expected to take less than G
 
 
 def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagonal, num_sms) -> tuple[int, int]:
-    """Return how CTAs share a key tile: into how many shares they divide its query heads, and into how many splits the steps of
-    a share. (1, 1): they share none. Steps are split only if each share has one head. A step has block_m queries.
+    """Return how CTAs share a key tile: into how many equal shares they divide its query heads, and into how many splits the
+    steps of a share. (1, 1): they share none. Steps are split only if each share has one head, because heads divide the work
+    without the need to keep more of them in the L2 cache. A step has block_m queries.
 
     With a causal mask, each CTA starts at its own diagonal. So CTAs that run at the same time read all queries of a share. In
     many waves of CTAs, the order of query tiles brings them together (see `_tile`); in few waves, it does not.

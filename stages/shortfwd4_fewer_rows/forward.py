@@ -287,7 +287,7 @@ FEWER_ROWS = Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168)
 
 
 def sizes_of(heads, seq_q, seq_k, diagonal, causal, width, programs) -> Shape:
-    """Return the sizes of a work tile, unless the forward is short. `heads` counts the heads of all batch elements."""
+    """Return the sizes of a work tile, which SHORT_TILES may replace. `heads` counts the heads of all batch elements."""
     fewer = width <= 64 and fewer_rows(heads, seq_q, seq_k, diagonal, causal, programs)
     return FEWER_ROWS if fewer else TILES[width]
 

@@ -1,5 +1,7 @@
-"""Splits: several CTAs share the steps of a key tile, and add their dK and dV. With few K/V heads, key tiles alone are fewer than
-SMs; with a causal mask, the longest key tile may take longer than the mean SM."""
+"""Splits: several CTAs share the steps of a key tile, and add their dK and dV.
+
+With few K/V heads, key tiles alone are fewer than SMs. With a causal mask, the longest takes longer than the mean SM.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

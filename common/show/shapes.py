@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 
 from common.measure.workloads import Workload
-from common.show.results import CODE, FASTEST, Run, shown, spoken
+from common.show.results import CHANGED, CODE, FASTEST, Run, changed, shown, spoken
 from common.show.tables import markdown
 
 WORST = 5  # shapes to list for each pass and head dimension
@@ -50,7 +50,9 @@ def brief(run: Run, name: str) -> str:
     dims, rows = sorted({head_dim for _, head_dim in found}), []
     for pass_, spelled in CODE.items():
         each = [found.get((pass_, head_dim)) for head_dim in dims]
-        cells = [f"×{shown(statistics.geometric_mean(values))} ({shown(min(values))})" if values else "-" for values in each]
+        mark = CHANGED * any(record["pass"] == pass_ and changed(record) for record in run.records if record["impl"] == name)
+        means = [f"×{shown(statistics.geometric_mean(values))} ({shown(min(values))})" if values else "" for values in each]
+        cells = [mean + mark if mean else "-" for mean in means]
         rows.append([spelled, *cells])
     first = f"{spoken(name)} over the fastest library"
     return markdown(rows, [first, *(f"D = {head_dim}" for head_dim in dims)], (first,))

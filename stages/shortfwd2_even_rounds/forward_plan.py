@@ -8,8 +8,8 @@ from common.layout import cdiv
 # Fixed strides cost time because CTAs end at different times. This time grows with the keys of a CTA's query tiles. A counter
 # costs time for its launch, as much as LAUNCH_KEYS keys, and for each query tile, as much as TILE_KEYS keys. So if a CTA has n
 # query tiles that see k keys each, fixed strides are faster if n * (k - TILE_KEYS) <= LAUNCH_KEYS. The constants were fitted on
-# an H200 at D = 128 (results/constants-h200.json). With a causal mask, only TILE_KEYS counts: on an H100, fixed strides were up
-# to 21 % slower where only the launch spoke for them.
+# an H200 at D = 128 (results/constants-h200.json). With a causal mask, only TILE_KEYS counts: where only the launch spoke for
+# fixed strides, they took up to 27 % longer on an H100 (results/ways-h100.json).
 LAUNCH_KEYS = 1792
 TILE_KEYS = 448
 

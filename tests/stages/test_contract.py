@@ -278,7 +278,7 @@ def too_large(source):
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             lines, parameters = node.end_lineno + 1 - first, len(node.args.args + node.args.kwonlyargs)
-            if lines > 80 or parameters > 25:
+            if lines > 80 or parameters > 24:
                 found.append((node.name, lines, parameters))
     return found
 

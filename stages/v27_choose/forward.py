@@ -1,7 +1,7 @@
 """The forward: it calls the forward of the track that suits the problem."""
 
 from common.kernels.hopper import require_hopper
-from stages.decode8_short_splits.forward import forward as forward_of_decode
+from stages.decode9_even_waves.forward import forward as forward_of_decode
 from stages.guess8_early_start.forward import forward as forward_of_guess
 from stages.shortfwd4_fewer_rows.forward import forward as forward_of_shortfwd
 

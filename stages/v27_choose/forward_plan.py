@@ -5,7 +5,7 @@ from typing import NamedTuple
 from common.kernels.order import busiest
 from common.layout import cdiv
 from common.runtime import num_sms
-from stages.decode8_short_splits.forward import plan as plan_of_decode
+from stages.decode9_even_waves.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
 from stages.guess8_early_start.forward_plan import is_short
 from stages.shortfwd4_fewer_rows.forward import sizes_of
@@ -47,9 +47,9 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     """
     width, programs = max(head_dim, value_dim), num_sms()
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
-    plan = plan_of_decode(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs)
+    plan = plan_of_decode(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs, causal)
     decode = Chosen("decode", plan.shape.queries, plan.tiles, plan.splits)
-    if plan.few or plan.splits > 1:
+    if plan.few or plan.splits > 1 and plan.tiles < programs:
         return decode
 
     def time(shape, times, packed=1):
@@ -65,7 +65,9 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     least = max(width, 64)
     shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, width, programs)
     choices = {choice("shortfwd", shape): time(shape, RUNNING[least, shape.queries])}
-    if plan.packed > 1:
+    if plan.splits > 1:
+        choices[decode] = RUNNING[least, plan.shape.queries].launches + plan.microseconds
+    elif plan.packed > 1:
         choices[decode] = time(plan.shape, RUNNING[least, plan.shape.queries], plan.packed) / PACKED
     guess = choice("guess", TILES[width])
     if least in GUESS and not is_short(guess.tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, programs):

@@ -266,6 +266,26 @@ def added_by_splits(p: Problem, splits: int) -> Steps:
     yield sums, p.k + p.v  # dK and dV in float16
 
 
+def added_by_wide_splits(p: Problem, splits: int, query_splits: int) -> Steps:
+    """The same for D or Dv = 256, if `splits` CTAs share each tile of 64 keys, and `query_splits` each tile of 128 queries.
+
+    Launches that round accumulators come last.
+    """
+    rows_of_k = p.kv_heads * math.ceil(p.seq_k / 64) * 64 * (splits > 1)  # rows of accumulators, in whole tiles
+    rows_of_q = p.heads * math.ceil(p.seq_q / 64) * 64 * (query_splits > 1)
+    of_dk, of_dv, of_dq = rows_of_k * p.head_dim * FLOAT, rows_of_k * p.value_dim * FLOAT, rows_of_q * p.head_dim * FLOAT
+    yield 0, of_dq + of_dk + of_dv  # set the accumulators to 0
+    yield (splits - 1) * (p.k + p.v), splits * (of_dk + of_dv) - (p.k + p.v) * (splits > 1)  # as above
+    stats = rows_of_q * 2 * FLOAT  # log2(e) · LSE, and delta
+    # Q, dO and stats for each CTA; additions, not dQ
+    yield (query_splits - 1) * (p.q + p.o + stats), query_splits * of_dq - p.q * (query_splits > 1)
+    if query_splits > 1:
+        yield of_dq, p.q  # dQ in float16
+    if splits > 1:
+        yield of_dk, p.k
+        yield of_dv, p.v
+
+
 FORMULAS = {  # a stage's version -> the formulas of its forward and its backward
     "v0": (v0_forward, v0_backward),
     "v1": (v1_forward, v1_backward),

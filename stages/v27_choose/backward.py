@@ -2,7 +2,7 @@
 
 from common.kernels.hopper import require_hopper
 from stages.shortbwd8_split_heads.backward import backward as backward_of_shortbwd
-from stages.wide8_unseen_keys.backward import backward as backward_of_wide
+from stages.wide10_shared_query_tiles.backward import backward as backward_of_wide
 
 
 def chosen_backward(head_dim, value_dim) -> str:
@@ -17,7 +17,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     Both tracks fall back to v6 for float32. "shortbwd" also does so under `torch.use_deterministic_algorithms`, because its key
-    tiles add to dQ in any order.
+    tiles add to dQ in any order. "wide" then shares no tiles.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.

@@ -8,6 +8,7 @@ import torch
 from common.layout import cdiv
 from common.runtime import num_sms
 from stages.shortbwd8_split_heads.backward_splits import splits_of
+from stages.wide10_shared_query_tiles.backward_splits import splits_of as splits_of_wide
 
 from .backward import BACKWARDS, chosen_backward
 from .forward import FORWARDS, chosen_forward
@@ -42,8 +43,10 @@ def choice(
     homes = (function.__module__.split(".")[1] for function in (FORWARDS[chosen.track], BACKWARDS[track]))
     width = max(head_dim, value_dim)
     keys = 64 if track == "wide" else 128
-    tiles, splits = cdiv(seq_k, keys) * batch * kv_heads, 1
-    if track == "shortbwd":
+    tiles = cdiv(seq_k, keys) * batch * kv_heads
+    if track == "wide":
+        splits = splits_of_wide(tiles, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
+    else:
         block_m = 64 if width == 128 else 128  # queries of a step
         splits = math.prod(splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms()))
     return Choice(

@@ -330,6 +330,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     if wide:
+        # NOTE: if these CTAs are fewer than the SMs, some SMs are idle; wide9 lets several CTAs share a key tile.
         _wide_dkv_kernel[triton.cdiv(seq_k, 64) * batch * kv_heads,](
             describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64),
             describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,

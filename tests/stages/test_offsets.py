@@ -90,7 +90,7 @@ def test_offsets_of_statistics(name, launch, huge):
     }  # fmt: skip
     tensors["lse_ptr"][-1] = 2.0
     tensors["sums_ptr"][-1] = tensors["tickets_ptr"][-1] = 1
-    sizes = {"heads": heads, "seq_q": seq_q, "chunks": 0, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
+    sizes = {"heads": heads, "seq_q": seq_q, "chunks": None, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
     kernel = names_in(name, "backward")["_prepare_kernel"]
     launch(kernel, tile, **{argument: (tensors | sizes)[argument] for argument in kernel.arg_names})
     lse_log2, delta = tensors["stats_ptr"][-2 * block_m :].split(block_m)

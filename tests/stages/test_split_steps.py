@@ -1,11 +1,12 @@
-"""Backwards are right if several CTAs share the steps of a key tile, with any number of CTAs. The host splits if it helps."""
+"""Backwards are right if several CTAs share the steps of a tile, with any number of CTAs. The host splits if it helps."""
 
 import itertools
 import math
 
 import pytest
+import torch
 from cases import available, by_functions, check, make_inputs, names_in, once
-from predictions import Problem, added_by_splits
+from predictions import Problem, added_by_splits, added_by_wide_splits
 from test_memory import PoisonedMemory
 
 import stages
@@ -15,19 +16,28 @@ from common.operator import BOTTOM_RIGHT
 from common.runtime import INTERPRETED, Device, interpreted_as
 
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name, "backward")], "backward")
+LAST = {stages.track(name): name for name in SPLITTING}.values()
 
 
-# On the interpreter, a stage before the last one takes long, and teaches little more.
-PARAMS = [pytest.param(name, marks=[pytest.mark.long] * (INTERPRETED and name != SPLITTING[-1])) for name in SPLITTING]
+def is_wide(name):
+    """Return whether a stage's CTAs share tiles only if D or Dv is 256."""
+    return "_wide_dkv_kernel" in names_in(name, "backward")
 
 
-@pytest.fixture(params=PARAMS)
+def params(wide):
+    """Return values of the fixture `split`. On the interpreter, a stage before its track's last one takes long, and teaches
+    little more."""
+    chosen = [name for name in SPLITTING if is_wide(name) == wide]
+    return [pytest.param(name, marks=[pytest.mark.long] * (INTERPRETED and name not in LAST)) for name in chosen]
+
+
+@pytest.fixture
 def split(request, monkeypatch):
-    """A stage, and a function that sets its number of splits."""
+    """A stage, and a function that sets its number of splits. For D = 256, it may set another number for query tiles."""
     monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes
     stage = available(request.param)
 
-    def set_splits(number):
+    def set_splits(number, of_queries=None):
         """Several query heads of a K/V head are shared first, where the stage knows how."""
 
         def splits_of(tiles, heads_per_kv, *_):
@@ -35,6 +45,8 @@ def split(request, monkeypatch):
             return (shares, number // shares) if divides_heads(request.param) else number
 
         monkeypatch.setitem(stage.backward.__globals__, "splits_of", splits_of)
+        if shares_queries(request.param):
+            monkeypatch.setitem(stage.backward.__globals__, "query_splits_of", lambda *_: of_queries or number)
 
     return stage, set_splits
 
@@ -42,6 +54,11 @@ def split(request, monkeypatch):
 def divides_heads(name):
     """Return whether a stage's CTAs first divide the query heads that share a key tile."""
     return "shares" in names_in(name, "backward")["Problem"]._fields
+
+
+def shares_queries(name):
+    """Return whether a stage's CTAs also share query tiles."""
+    return "query_splits_of" in names_in(name, "backward")
 
 
 PROBLEMS = [  # (queries, keys, D, Dv, causal, heads, K/V heads, batch)
@@ -56,9 +73,20 @@ PROBLEMS = [  # (queries, keys, D, Dv, causal, heads, K/V heads, batch)
 ]
 
 
-@pytest.mark.parametrize(("problem", "splits"), list(itertools.product(PROBLEMS, (2, 3, 8))))
-def test_gradients_of_split_steps_are_right(split, problem, splits):
-    """The accumulators begin as NaN. On two SMs, persistent CTAs take several splits."""
+WIDE_PROBLEMS = [  # the same kinds of problems, and numbers of splits
+    ((300, 300, 256, 256, True, 2, 2, 1), 8),
+    ((203, 150, 256, 64, True, 4, 1, 1), 3),
+    ((150, 203, 128, 256, True, 5, 1, 1), 2),
+    ((140, 270, 256, 128, BOTTOM_RIGHT, 4, 1, 2), 3),
+    ((70, 300, 256, 256, BOTTOM_RIGHT, 1, 1, 2), 8),
+    ((150, 270, 16, 256, False, 5, 1, 2), 2),
+    ((113, 203, 256, 256, False, 8, 2, 1), 3),
+    ((1, 1, 256, 16, False, 1, 1, 1), 8),
+]
+
+
+def check_gradients(split, problem, splits):
+    """Check the gradients of a problem. Accumulators begin as NaN. On two SMs, persistent CTAs take several splits."""
     stage, set_splits = split
     set_splits(splits)
     seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, batch = problem
@@ -75,7 +103,20 @@ def test_gradients_of_split_steps_are_right(split, problem, splits):
         assert not gradients["dk"][:, :, seq_q:].any() and not gradients["dv"][:, :, seq_q:].any()
 
 
+@pytest.mark.parametrize("split", params(wide=False), indirect=True)
+@pytest.mark.parametrize(("problem", "splits"), list(itertools.product(PROBLEMS, (2, 3, 8))))
+def test_gradients_of_split_steps_are_right(split, problem, splits):
+    check_gradients(split, problem, splits)
+
+
+@pytest.mark.parametrize("split", params(wide=True), indirect=True)
+@pytest.mark.parametrize(("problem", "splits"), WIDE_PROBLEMS)
+def test_gradients_of_shared_wide_tiles_are_right(split, problem, splits):
+    check_gradients(split, problem, splits)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="loads and stores can be watched in the interpreter only")
+@pytest.mark.parametrize("split", params(wide=False), indirect=True)
 @pytest.mark.parametrize(("causal", "value_dim", "splits"), [(False, 64, 3), (True, 64, 2), (True, 128, 3)])
 def test_splits_move_what_the_formula_says(split, causal, value_dim, splits):
     stage, set_splits = split
@@ -92,11 +133,51 @@ def test_splits_move_what_the_formula_says(split, causal, value_dim, splits):
     assert sum(launch.flops for launch in whole) == sum(launch.flops for launch in parts)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="loads and stores can be watched in the interpreter only")
+@pytest.mark.parametrize("split", params(wide=True), indirect=True)
+@pytest.mark.parametrize(
+    ("causal", "value_dim", "splits", "query_splits"), [(False, 64, 3, 3), (True, 256, 3, 2), (False, 256, 1, 2)]
+)
+def test_splits_of_wide_tiles_move_what_the_formula_says(split, causal, value_dim, splits, query_splits):
+    """With a causal mask, half of a query tile may see no key of a split, and computes one step all the same."""
+    stage, set_splits = split
+    p = Problem(8, 2, 203, 150, 256, value_dim, causal, (128, 64), (64, 64))
+    q, k, v, grad_out = make_inputs(203, 150, 256, batch=1, heads=8, kv_heads=2, value_dim=value_dim)
+    options = {"causal": causal, "scale": 0.125}
+    out, lse = stage.forward(q, k, v, **options)
+    whole, parts = [], []
+    for numbers, launches in (((1, 1), whole), ((splits, query_splits), parts)):
+        set_splits(*numbers)
+        launches += count(lambda: stage.backward(grad_out, q, k, v, out, lse, **options)).launches
+    before = [(launch.read, launch.written) for launch in whole] + [(0, 0)] * (len(parts) - len(whole))
+    added = [(after.read - read, after.written - written) for (read, written), after in zip(before, parts, strict=True)]
+    shared = query_splits if "query_splits_of" in stage.backward.__globals__ else 1
+    assert added == list(added_by_wide_splits(p, splits, shared))
+    of_whole, of_parts = (sum(launch.flops for launch in launches) for launches in (whole, parts))
+    assert of_whole < of_parts if causal and shared > 1 else of_whole == of_parts
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="launches can be watched in the interpreter only")
+@pytest.mark.parametrize("split", params(wide=True), indirect=True)
+def test_wide_tiles_are_not_shared_if_results_must_be_deterministic(split):
+    """Only shared tiles have accumulators, which the last launches round."""
+    stage, set_splits = split
+    set_splits(2)
+    q, k, v, grad_out = make_inputs(70, 70, 256, batch=1, heads=1)
+    out, lse = stage.forward(q, k, v, causal=False, scale=0.1)
+    rounds = []
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        launches = count(lambda: stage.backward(grad_out, q, k, v, out, lse, causal=False, scale=0.1)).launches
+        rounds.append("_finish_kernel" in {launch.name for launch in launches})
+    assert rounds == [True, False]
+
+
 @pytest.mark.parametrize("name", SPLITTING)
 def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
     def splits(tiles, heads_per_kv, seq_q, seq_k, causal=False, diagonal=0):
-        sizes = tiles, heads_per_kv, seq_q, seq_k, 128, 64, causal, diagonal, 132
-        found = names_in(name, "backward")["splits_of"](*sizes)
+        tile = () if is_wide(name) else (128, 64)  # D, and the queries of a step
+        found = names_in(name, "backward")["splits_of"](tiles, heads_per_kv, seq_q, seq_k, *tile, causal, diagonal, 132)
         if not divides_heads(name):
             return found
         shares, found = found
@@ -112,3 +193,17 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
     assert splits(156, 8, 9920, 9920, causal=True) == (8 if divides_heads(name) else 2)
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys
+
+
+@pytest.mark.parametrize("name", [name for name in SPLITTING if shares_queries(name)])
+def test_query_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
+    def splits(tiles, seq_q, seq_k, causal=False, diagonal=0):
+        return names_in(name, "backward")["query_splits_of"](tiles, seq_q, seq_k, causal, diagonal, 132)
+
+    assert splits(132, 4096, 4096) == splits(1320, 4096, 4096) == 1
+    assert splits(1, 100, 1) == splits(28, 859, 70) == 1
+    assert splits(16, 79, 15316) == 8  # all in one wave
+    assert splits(1, 100, 65536) == names_in(name, "backward")["MAX_SPLITS"]
+    assert splits(32 * 32, 4096, 4096, causal=True) == 1
+    assert splits(4, 64, 512, causal=True, diagonal=448) == splits(4, 64, 512)  # all queries see nearly all keys
+    assert splits(4, 64, 65536, causal=True) == splits(4, 64, 64)  # no query sees the later keys

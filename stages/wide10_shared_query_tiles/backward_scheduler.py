@@ -1,0 +1,106 @@
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
+
+A loop only counts steps. `_query_tile` finds a step's head and query tile. Gluon kernels can call these Triton functions.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from common.kernels.hopper import ROWS
+from common.kernels.order import tile_and_head
+
+from .backward_splits import _steps_of, _tile_and_split
+
+CONSUMERS = tl.constexpr(2)
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    kv_heads: tl.tensor
+    heads_per_kv: tl.tensor
+    seq_q: tl.tensor
+    seq_k: tl.tensor
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: tl.tensor
+    splits: tl.tensor | None  # number of CTAs that share a tile's steps; None for one CTA
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_N keys of one head, and the query tiles that see them."""
+
+    batch: tl.tensor
+    kv_head: tl.tensor
+    head: tl.tensor  # the first of the query heads that share these keys
+    batch_head: tl.tensor  # batch * H + head
+    heads_per_kv: tl.tensor  # number of query heads that share these keys
+    start_n: tl.tensor  # the first key
+    keys: tl.tensor  # number of keys from start_n on; 0 masks all
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    first: tl.tensor  # the first query tile that sees one of the keys
+    tiles_m: tl.tensor  # number of query tiles of a head
+    begin: tl.tensor | None  # number of steps of the CTAs with earlier splits; None if each key tile has one CTA
+    steps: tl.tensor  # number of query tiles from `first` on, of all these query heads, or of those in this split
+    unseen: tl.tensor  # number of steps at the start whose queries see no key of the second consumer
+    masked: tl.tensor  # number of steps at the start that need a mask
+
+
+@triton.jit
+def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the work tile of this CTA."""
+    heads_per_kv = problem.heads_per_kv
+    tiles_m = tl.cdiv(problem.seq_q, BLOCK_M)
+    BLOCK_N: tl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else CONSUMERS * ROWS  # dK and dV stay in registers
+    ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
+    number = None
+    key_tiles = None
+    if problem.splits is not None:
+        number, split, key_tiles = _tile_and_split(problem.splits)
+    tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
+    tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=key_tiles)
+    start_n = tile_n * BLOCK_N
+    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
+    masked = 0  # number of query tiles, from `first` on, that need a mask
+    unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
+    if CAUSAL:
+        start = start_n - problem.diagonal  # the first query that sees the tile's first key; may be negative
+        first = tl.minimum(tl.maximum(start, 0) // BLOCK_M, tiles_m - 1)  # at least one step, because dK waits for the last dQ
+        full = tl.cdiv(tl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
+        masked = tl.minimum(full, tiles_m) - first
+        if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
+            unseen = tl.minimum(tl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
+    tiles = tiles_m - first
+    masked = tl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
+    kv_head = batch_head % problem.kv_heads
+    keys = problem.seq_k - start_n
+    begin = None
+    steps = tiles * heads_per_kv
+    if problem.splits is not None:
+        begin, end, steps = _steps_of(split, problem.splits, steps)
+        keys = tl.where(begin < end, keys, 0)
+    return Tile(
+        batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
+        start_n, keys, problem.diagonal, first, tiles_m, begin, steps, unseen * heads_per_kv, masked * heads_per_kv,
+    )  # fmt: skip
+
+
+@triton.jit
+def _query_tile(step, tile):
+    """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
+
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head. So each head's
+    first query tiles, which may need a mask, come before all others.
+
+    If CTAs share key tiles, the steps take all query tiles of one head, then those of the next head. So few heads are in use at
+    a time, and their Q and dO stay in the L2 cache.
+    """
+    shared = step % tile.heads_per_kv
+    # NOTE: CTAs that run at the same time begin at different query tiles; in groups1 they read the same tiles.
+    number = tile.first + step // tile.heads_per_kv
+    if tile.begin is not None:
+        tiles = tile.tiles_m - tile.first
+        shared = (tile.begin + step) // tiles
+        number = tile.first + (tile.begin + step) % tiles
+    return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number

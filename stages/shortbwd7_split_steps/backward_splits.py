@@ -44,6 +44,6 @@ def _store_or_add(sums, buffer, kv, tile, problem, w: gl.constexpr, offset: gl.c
     else:
         blocks_n = gl.cdiv(problem.seq_k, 2 * ROWS) * 2
         block = (tile.batch * problem.kv_heads + tile.kv_head) * blocks_n + tile.start_n // ROWS + w
-        sums = sums.reshape([4, 2, 8, sums.shape[1] // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([ROWS * sums.shape[1]])
+        sums = sums.reshape([4, 2, 8, sums.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * sums.shape[1]])
         offs = offset + gl.arange(0, sums.shape[0], sums.type.layout)
         reduce_add(kv.sums + block.to(gl.int64) * (ROWS * (kv.k.shape[4] + kv.v.shape[4])) + offs, sums)

@@ -95,7 +95,7 @@ def _wide_add_dq(tensors, ds_s, dq_s, k, row):
     for part in gl.static_range(PARTS):
         dq = warpgroup_mma(ds_s.permute([1, 0]), k.slice(part * COLUMNS, COLUMNS, dim=1), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])  # in the order of the registers
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])  # in the order of the registers
         tma.store_wait(0)
         dq_s.store(dq.reshape(dq_s.shape))
         fence_async_shared()

@@ -67,7 +67,7 @@ def _store_or_add(gradient, sums, desc, buffer, batch, head, heads, start, seq):
         tma.store_wait(0)
     else:
         COLUMNS: gl.constexpr = gradient.shape[1]
-        ordered = gradient.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([ROWS * COLUMNS])
+        ordered = gradient.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * COLUMNS])
         block = (batch * heads + head) * gl.cdiv(seq, ROWS) + start // ROWS
         offs = gl.arange(0, ROWS * COLUMNS, ordered.type.layout)
         reduce_add(sums + block.to(gl.int64) * (ROWS * COLUMNS) + offs, ordered)

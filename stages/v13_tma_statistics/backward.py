@@ -105,7 +105,7 @@ def _add_dq(tensors, ds_ring, kv, tile, head, start_m):
     WARPS_M: gl.constexpr = BLOCK_M // 16  # of the 8 warps; the others share the columns
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS_M, 8 // WARPS_M], [16, HEAD_DIM * WARPS_M // 8, 16])
     zeros = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, layout)
-    k = kv.k.index(0).reshape([kv.k.shape[3], HEAD_DIM])
+    k = matrix(kv.k.index(0))
     dq = warpgroup_mma(ds_ring.ds.index(0).permute([1, 0]), k, zeros, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])  # [BLOCK_M, HEAD_DIM]
     tma.store_wait(0)  # dQ's buffer is free: TMA has read the last step's dQ while this step was computed

@@ -107,11 +107,11 @@ def _add_dq(tensors, ds_ring, kv, row):
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    k = matrix(kv.k.index(0))
     tma.store_wait(0)  # dQ's buffer is free: TMA has read the last step's dQ while this step was computed
     # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
     for part in gl.static_range(PARTS):
         ds_t = ds_ring.ds.index(0).slice(part * 64, 64, dim=1)
-        k = matrix(kv.k.index(0))
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)  # dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.

@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from common.kernels.hopper import (
     LOG2_E,
@@ -160,14 +160,10 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     last = start_m + problem.diagonal  # the last key that the first row sees
     acc, m, l = _accumulate(acc, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
 
-    # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile: the
-    # whole row sums (in `_accumulate`), and from them LSE and 1 / l.
+    normalize = per_row(1.0 / l, acc_layout)
+    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
     lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
     gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
-    normalize = per_row(1.0 / l, acc_layout)
-    # NOTE: this CTA loads nothing during its last matmul; in v24 a CTA computes several tiles, and loads the next one here.
-    acc = warpgroup_mma_wait(0, [acc])
-    _store_out(acc, normalize, tensors, queries, w, tile, start_m)
     tma.store_wait(0)
 
 

@@ -76,7 +76,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """A ring with one slot in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to dQ's accumulator."""
+    """A ring with one slot, because the same warps write and read it: dS for dQ's matmul, and dQ until TMA has added it."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, HEAD_DIM]

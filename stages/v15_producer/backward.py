@@ -80,7 +80,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """A ring with one slot in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them."""
+    """A ring with one slot, because the same warps write and read it: dS for dQ's matmul, and parts of dQ for TMA to add."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts

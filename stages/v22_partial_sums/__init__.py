@@ -1,4 +1,4 @@
-"""Each thread keeps its own row sums; threads add them up once per tile."""
+"""Threads add up a row's partial sums only once per tile."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

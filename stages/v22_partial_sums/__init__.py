@@ -7,7 +7,7 @@ from .backward import backward
 from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
-WAS = "v20_last_matmul v21_partial_sums v22_last_matmul"
+WAS = "v20_last_matmul v21_partial_sums"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.

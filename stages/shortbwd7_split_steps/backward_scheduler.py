@@ -30,7 +30,7 @@ class Problem(NamedTuple):
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     num_sms: tl.tensor  # number of SMs; each runs one CTA at a time
     tiles: tl.tensor  # work tiles: key tiles of all heads, times `splits`; persistent CTAs are fewer
-    splits: tl.tensor | None  # number of CTAs that share the steps of a key tile; None for one CTA
+    splits: tl.tensor | None  # number of CTAs that split the steps of a key tile; None for one CTA
     scale: tl.tensor
 
 
@@ -120,7 +120,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         begin = split * all_steps // problem.splits
         steps = (split + 1) * all_steps // problem.splits - begin
         # dK waits for the last dQ, so a CTA takes at least one step. If the key tile has fewer steps than CTAs, a CTA without
-        # a step takes one that another CTA also takes. It masks all keys, and so adds zeros.
+        # a step takes one that another CTA also takes. It masks all keys, so its dQ, dK and dV are zeros.
         keys = tl.where(steps > 0, keys, 0)
         masked = tl.where(steps > 0, masked - begin, 1)
         steps = tl.maximum(steps, 1)

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     num_sms: tl.tensor  # number of SMs; each runs one CTA at a time
     tiles: tl.tensor  # work tiles: key tiles of all heads, times `shares` and `splits`; persistent CTAs are fewer
-    shares: tl.tensor | None  # number of shares of a K/V head, each with other query heads; None if each key tile has one CTA
+    shares: tl.tensor | None  # number of equal shares of a K/V head's query heads; None if each key tile has one CTA
     splits: tl.tensor | None  # number of CTAs that split the steps of a share; None if each key tile has one CTA
     scale: tl.tensor
 
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     kv_head: tl.tensor
     head: tl.tensor  # the first query head of the share
     batch_head: tl.tensor  # batch * H + head
-    heads_per_kv: tl.tensor  # number of query heads of the share
+    heads: tl.tensor  # number of query heads of the share
     start_n: tl.tensor  # the first key
     keys: tl.tensor  # number of keys from start_n on
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
@@ -66,10 +66,10 @@ class NextTiles(NamedTuple):
 @triton.jit
 def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the work tile whose number is `number`."""
-    # Each share of a K/V head is a head of its own for the order of tiles. So few shares, and few query heads, are in use at a
-    # time, and their Q, dO and dQ stay in the L2 cache.
+    # A share of a K/V head's query heads is a head of its own for the order of tiles. So CTAs that run at the same time use few
+    # query heads, whose Q, dO and dQ stay in the L2 cache.
     shares = 1 if problem.shares is None else problem.shares
-    heads_per_kv = problem.heads_per_kv // shares
+    heads = problem.heads_per_kv // shares
     key_tiles = problem.tiles
     if problem.splits is not None:  # a key tile's CTAs have consecutive numbers
         split = number % problem.splits
@@ -106,25 +106,25 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         group = tiles_n * heads_of_group(problem.seq_q, key_tiles // tiles_n, ROW_BYTES)
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms  # number of earlier waves, of all groups
-        rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
+        rising = tl.where((heads > 1) & (wave % 2 == 0), masked, tiles)
     # CTAs that meet at a query tile wait for each other: the first one stores its dQ, and the others may add theirs only after
     # that (`_take_ticket`). A causal mask keeps most CTAs apart, because each starts at its diagonal. Without a mask, all CTAs
     # of a head would start at the same query tile, so each enters the order of query tiles at a step of its own, `entry`. Any
     # step may come first, because either all steps or none need a mask.
     entry = 0
     if not CAUSAL:
-        entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)
+        entry = start_n // BLOCK_M % APART % (tiles * heads)
     share = batch_share % (problem.kv_heads * shares)
     keys = problem.seq_k - start_n
-    all_steps = tiles * heads_per_kv
+    all_steps = tiles * heads
     steps = all_steps
-    unseen *= heads_per_kv
-    masked *= heads_per_kv
+    unseen *= heads
+    masked *= heads
     if problem.splits is not None:
         begin = split * all_steps // problem.splits
         steps = (split + 1) * all_steps // problem.splits - begin
         # dK waits for the last dQ, so a CTA takes at least one step. If the key tile has fewer steps than CTAs, a CTA without
-        # a step takes one that another CTA also takes. It masks all keys, and so adds zeros.
+        # a step takes one that another CTA also takes. It masks all keys, so its dQ, dK and dV are zeros.
         keys = tl.where(steps > 0, keys, 0)
         masked = tl.where(steps > 0, masked - begin, 1)
         steps = tl.maximum(steps, 1)
@@ -132,8 +132,8 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         unseen = tl.minimum(tl.maximum(unseen - begin, 0), steps)
         entry += begin
     return Tile(
-        batch_share // (problem.kv_heads * shares), share // shares, share * heads_per_kv, batch_share * heads_per_kv,
-        heads_per_kv, start_n, keys, problem.diagonal, first, entry, rising, tiles_m, all_steps, steps, unseen, masked,
+        batch_share // (problem.kv_heads * shares), share // shares, share * heads, batch_share * heads,
+        heads, start_n, keys, problem.diagonal, first, entry, rising, tiles_m, all_steps, steps, unseen, masked,
     )  # fmt: skip
 
 
@@ -150,8 +150,8 @@ def _query_tile(step, tile):
     # CTAs that take the same query tile number at the same time, to share tiles in the L2 cache, start at different heads. So
     # they seldom meet, and no CTA is the first at all heads, where the others would wait each time. Steps that need a mask stay
     # the first ones, because heads rotate only within the steps of a query tile number.
-    shared = (step + tile.start_n // (CONSUMERS * ROWS)) % tile.heads_per_kv
-    done = step // tile.heads_per_kv
+    shared = (step + tile.start_n // (CONSUMERS * ROWS)) % tile.heads
+    done = step // tile.heads
     number = tl.where(done < tile.rising, tile.first + done, tile.tiles_m - 1 + tile.rising - done)
     return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number
 

@@ -1,4 +1,4 @@
-"""CTAs of a key tile take different query heads; these stay in L2."""
+"""CTAs of a key tile take different query heads."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -328,12 +328,13 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     tiles_n, query_tiles = triton.cdiv(seq_k, 64) * batch * kv_heads, triton.cdiv(seq_q, 128) * batch * heads
+    # If key tiles do not fill the SMs, several CTAs share each, and add their dK and dV in float32 accumulators. If query tiles
+    # do not, several CTAs share each, and add their dQ.
     splits, query_splits, chunks, dq_sums, dk_sums, dv_sums = 1, 1, None, None, None, None
     if wide and not torch.are_deterministic_algorithms_enabled():
         splits = splits_of(tiles_n, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
         query_splits = query_splits_of(query_tiles, seq_q, seq_k, causal, diagonal, num_sms())
     if max(splits, query_splits) > 1:
-        # Accumulators of dQ if CTAs share query tiles, and of dK and dV if they share key tiles.
         rows_q, rows_k = tiles_m * 64 * (query_splits > 1), tiles_n * 64 * (splits > 1)
         sizes = rows_q * head_dim, rows_k * head_dim, rows_k * value_dim
         sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024
@@ -356,7 +357,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         for sums, gradient in ((dq_sums, dq), (dk_sums, dk), (dv_sums, dv)):
-            if sums is not None:
+            if sums is not None:  # CTAs have added to it in float32; round it
                 columns = gradient.shape[3]
                 _finish_kernel[len(sums) // (64 * columns),](
                     sums, gradient, *gradient.stride()[:3], 1.0, *gradient.shape[1:3], HEAD_DIM=columns, BLOCK_M=64, PARTS=1

@@ -1,4 +1,8 @@
-"""Splits: several CTAs share the steps of a key tile or a query tile, and add their dK and dV, or their dQ."""
+"""Splits: several CTAs share the steps of a key tile or a query tile, and add their dK and dV, or their dQ.
+
+With few K/V heads, key tiles alone are fewer than SMs. With a causal mask, the longest takes longer than the mean SM. With few
+queries, query tiles are fewer than SMs, and a CTA alone would go through all keys.
+"""
 
 import triton
 import triton.language as tl

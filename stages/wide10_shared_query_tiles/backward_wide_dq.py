@@ -52,9 +52,9 @@ class QueryTile(NamedTuple):
     head: gl.tensor
     batch_head: gl.tensor  # batch * H + head
     start_m: gl.tensor  # the first row
-    begin: gl.tensor | None  # the first key tile, and the end of the key tiles; None if each query tile has one CTA
+    begin: gl.tensor | None  # this CTA's first key tile, and the end of its key tiles; None if each query tile has one CTA
     end: gl.tensor | None
-    steps: gl.tensor  # number of key tiles
+    steps: gl.tensor  # number of key tiles, at least one; see `_steps_of`
 
 
 class Queries(NamedTuple):
@@ -122,7 +122,7 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
     seen_to = problem.seq_k + gl.zeros([BLOCK_M], gl.int32, layout)
     if CAUSAL:
         seen_to = gl.minimum(seen_to, offs_m + problem.diagonal + 1)
-    if tile.end is not None:
+    if tile.end is not None:  # masks the step of a CTA that has none of its own
         seen_to = gl.minimum(seen_to, tile.end * ROWS)
     return RowStats(lse_log2, delta, seen_to)
 

@@ -93,8 +93,8 @@ def _query_tile(step, tile):
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head. So each head's
     first query tiles, which may need a mask, come before all others.
 
-    If CTAs share key tiles, the steps take all query tiles of one head, then those of the next head. So few heads are in use at
-    a time, and their Q and dO stay in the L2 cache.
+    CTAs that share a key tile divide its heads first: the steps take all query tiles of one head, then those of the next head.
+    If each of these CTAs took all heads in turn, they would need more Q and dO at a time than the L2 cache holds.
     """
     shared = step % tile.heads_per_kv
     # NOTE: CTAs that run at the same time begin at different query tiles; in groups1 they read the same tiles.

@@ -1,4 +1,7 @@
-"""Splits: several CTAs share the steps of a key tile, and add their dK and dV."""
+"""Splits: several CTAs share the steps of a key tile, and add their dK and dV.
+
+With few K/V heads, key tiles alone are fewer than SMs. With a causal mask, the longest takes longer than the mean SM.
+"""
 
 import triton
 import triton.language as tl

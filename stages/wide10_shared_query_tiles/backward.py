@@ -327,17 +327,19 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
-    tiles_n, query_tiles = triton.cdiv(seq_k, 64) * batch * kv_heads, triton.cdiv(seq_q, 128) * batch * heads
-    # If key tiles do not fill the SMs, several CTAs share each, and add their dK and dV in float32 accumulators. If query tiles
-    # do not, several CTAs share each, and add their dQ.
-    splits, query_splits, chunks, dq_sums, dk_sums, dv_sums = 1, 1, None, None, None, None
+    tiles_n = triton.cdiv(seq_k, 64) * batch * kv_heads
+    # With few K/V heads, key tiles leave SMs idle. Then several CTAs share each key tile, and add their dK and dV in float32.
+    splits, chunks, dk_sums, dv_sums = 1, None, None, None
+    # With few queries, query tiles leave SMs idle. Then several CTAs share each query tile's keys, and add their dQ.
+    query_tiles = triton.cdiv(seq_q, 128) * batch * heads
+    query_splits, dq_sums = 1, None
     if wide and not torch.are_deterministic_algorithms_enabled():
         splits = splits_of(tiles_n, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
         query_splits = query_splits_of(query_tiles, seq_q, seq_k, causal, diagonal, num_sms())
     if max(splits, query_splits) > 1:
         rows_q, rows_k = tiles_m * 64 * (query_splits > 1), tiles_n * 64 * (splits > 1)
         sizes = rows_q * head_dim, rows_k * head_dim, rows_k * value_dim
-        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024
+        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024  # of 1024 elements; see `_prepare_kernel`
         dq_sums, dk_sums, dv_sums = (part if len(part) else None for part in sums.split(sizes))
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, chunks, heads, seq_q,

@@ -328,13 +328,13 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     tiles_n = triton.cdiv(seq_k, 64) * batch * kv_heads
-    # If key tiles do not fill the SMs, several CTAs share each, and add their dK and dV in float32 accumulators.
+    # With few K/V heads, key tiles leave SMs idle. Then several CTAs share each key tile, and add their dK and dV in float32.
     splits, chunks, dk_sums, dv_sums = 1, None, None, None
     if wide and not torch.are_deterministic_algorithms_enabled():
         splits = splits_of(tiles_n, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
     if splits > 1:
         sizes = tiles_n * 64 * head_dim, tiles_n * 64 * value_dim
-        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024
+        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024  # of 1024 elements; see `_prepare_kernel`
         dk_sums, dv_sums = sums.split(sizes)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, chunks, heads, seq_q,

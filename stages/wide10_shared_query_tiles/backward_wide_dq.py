@@ -52,8 +52,8 @@ class QueryTile(NamedTuple):
     head: gl.tensor
     batch_head: gl.tensor  # batch * H + head
     start_m: gl.tensor  # the first row
-    begin: gl.tensor | None  # this CTA's first key tile, and the end of its key tiles; None if each query tile has one CTA
-    end: gl.tensor | None
+    begin: gl.tensor  # this CTA's first key tile
+    end: gl.tensor  # the end of its key tiles
     steps: gl.tensor  # number of key tiles, at least one; see `_steps_of`
 
 
@@ -102,9 +102,9 @@ def _work_tile(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: 
     heads = problem.kv_heads * problem.heads_per_kv
     head = batch_head % heads
     batch, kv_head = batch_head // heads, head // problem.heads_per_kv
-    begin = None
-    end = None
+    begin = 0
     steps = gl.cdiv(seq_k, ROWS)
+    end = steps
     if problem.splits is not None:
         begin, end, steps = _steps_of(split, problem.splits, steps)
     return QueryTile(batch, kv_head, head, batch_head, start_m, begin, end, steps)
@@ -122,7 +122,7 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
     seen_to = problem.seq_k + gl.zeros([BLOCK_M], gl.int32, layout)
     if CAUSAL:
         seen_to = gl.minimum(seen_to, offs_m + problem.diagonal + 1)
-    if tile.end is not None:  # masks the step of a CTA that has none of its own
+    if problem.splits is not None:  # masks the step of a CTA that has none of its own
         seen_to = gl.minimum(seen_to, tile.end * ROWS)
     return RowStats(lse_log2, delta, seen_to)
 
@@ -130,10 +130,7 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
 @gluon.jit
 def _start_n(tile, step):
     """Return the first key of a step. The last key tile comes first."""
-    number = tile.steps - 1 - step
-    if tile.begin is not None:
-        number += tile.begin
-    return number * ROWS
+    return (tile.begin + tile.steps - 1 - step) * ROWS
 
 
 @gluon.jit
@@ -191,9 +188,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     # the other consumer's alone.
     unseen = 0  # number of those first steps
     if CAUSAL:
-        unseen = gl.maximum(tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
-        if tile.begin is not None:
-            unseen = gl.maximum(tile.begin + tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
+        unseen = gl.maximum(tile.begin + tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
+        if problem.splits is not None:
             unseen = gl.minimum(unseen, tile.steps - 1)  # if these rows see none of the keys, the last step is masked
     stats = _row_stats(tensors, tile, problem, start_m, ROWS, gl.SliceLayout(1, s_layout), CAUSAL)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, dq_layout)

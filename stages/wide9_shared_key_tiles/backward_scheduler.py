@@ -94,7 +94,7 @@ def _query_tile(step, tile):
     first query tiles, which may need a mask, come before all others.
 
     CTAs that share a key tile divide its heads first: the steps take all query tiles of one head, then those of the next head.
-    If each of these CTAs took all heads in turn, they would need more Q and dO at a time than the L2 cache holds.
+    If each of these CTAs took all heads in turn, they would need more Q and dO at a time, perhaps more than the L2 cache holds.
     """
     shared = step % tile.heads_per_kv
     # NOTE: CTAs that run at the same time begin at different query tiles; in groups1 they read the same tiles.

@@ -311,7 +311,7 @@ FEW_SQUARES = 8  # up to D = 64, the most squares of 128 x 128 scores per CTA of
 CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
 ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
 MERGE = 75_000  # time of the merge's launch
-FEW_WAVES = 4  # without a mask, the most waves whose keys are split: of more, an empty last wave costs little; not measured
+FEW_WAVES = 4  # without a mask, keys are split up to this many waves: with more, an empty last one costs little (not measured)
 
 
 def cost_of(splits: int, tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> float:

@@ -27,7 +27,7 @@ from common.measure import machine
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import command, list_of, one_of, positive, single, write_json
 from common.measure.progress import Progress
-from common.measure.random_shapes import draw
+from common.measure.random_shapes import HEAD_DIMS, draw
 from common.measure.timing import GpuTimer
 from common.measure.traffic import GPUS, stage_call
 from common.measure.workloads import Workload
@@ -39,8 +39,13 @@ def changed(function: Callable, **values) -> Callable:
     return patch.dict(function.__globals__, values)(function)
 
 
+def _always(value) -> Callable:
+    """Return a function that returns `value` for all arguments."""
+    return lambda *_, **__: value
+
+
 def _shared(ctas: int, _, heads_per_kv: int, *__) -> tuple[int, int]:
-    """Return the shares and the splits with which this number of CTAs share a key tile: as many shares as possible."""
+    """Return the shares and the splits with which this number of CTAs divide a key tile: as many shares as possible."""
     shares = math.gcd(ctas, heads_per_kv)
     return shares, ctas // shares
 
@@ -52,17 +57,21 @@ def ways(pass_: str, width: int) -> dict[str, tuple]:
     """
     if pass_ == "bwd":
         wide, own = map(stages.load("newest").backward.__globals__["BACKWARDS"].get, ("wide", "shortbwd"))
+        if width == 256:  # the CTAs that share a key tile, or a query tile in the kernel of dQ
+            counts = [(n, 1) for n in (1, 2, 4, 8, 16)] + [(1, n) for n in (2, 4, 8, 16)]
+            found = {f"n{n}m{m}": changed(wide, splits_of=_always(n), query_splits_of=_always(m)) for n, m in counts}
+            return {name: (function, None) for name, function in ({"wide": wide} | found).items()}
         parent = stages.parent(stages.line("shortbwd")[-1])
         found = {stages.version(parent): stages.load(parent).backward, "auto": own}
         found |= {f"n{n}": changed(own, splits_of=functools.partial(_shared, n)) for n in (1, 2, 4, 8)}
-        return {name: (function, None) for name, function in ({"wide": wide} if width == 256 else found).items()}
+        return {name: (function, None) for name, function in found.items()}
 
     def counted(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs):
         return min(cdiv(seq_q, queries) * batch * heads, programs), False, None  # for diagonal 0
 
     guess, short, decode = map(stages.load("newest").forward.__globals__["FORWARDS"].get, ("guess", "shortfwd", "decode"))
     tiles, smaller = guess.__globals__["TILES"], short.__globals__["FEWER_ROWS"]
-    yes, no, one = (lambda *_: True), (lambda *_: False), (lambda *_: 1)
+    yes, no, one = map(_always, (True, False, 1))
     found = {
         "guess": (changed(guess, is_short=no), tiles[width][:2]),
         "running": (changed(guess, is_short=yes), None),
@@ -158,12 +167,17 @@ def main(argv: list[str]):
     parser.add_argument("--seed", type=single(positive), default=1, help="of the shapes (default: %(default)s)")
     parser.add_argument("--count", type=single(positive), default=100, help="number of shapes (default: %(default)s)")
     parser.add_argument("--pass", dest="pass_", type=list_of(one_of(("fwd", "bwd"))), default="fwd,bwd", help="a list: fwd,bwd")
+    parser.add_argument(
+        "--head-dim", type=list_of(one_of(map(str, HEAD_DIMS))), default="64,128,256", help="a list: 64,128,256"
+    )
     options = parser.parse_args(argv)
     if options.fit:
         return show_fit(json.loads(options.file.read_text()))
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.ways {reason}")
-    works = [work for work in draw(options.seed, options.count) if work.pass_ in options.pass_]
+    works = [
+        work for work in draw(options.seed, options.count) if work.pass_ in options.pass_ and work.head_dim in options.head_dim
+    ]
     facts, timer, records = machine.facts(), GpuTimer(), []
     with Progress(len(works)) as bar:
         for number, work in enumerate(works, start=1):

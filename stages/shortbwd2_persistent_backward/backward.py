@@ -338,9 +338,11 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PERSISTENT: gl.const
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
+    PERSISTENT: gl.constexpr = counter_ptr is not None
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -403,11 +405,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     )  # fmt: skip
     _backward_kernel[min(tiles, num_sms()) if persistent else tiles,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
-        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
-        describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
-        num_warps=4, maxnreg=128,
+        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), describe_tile(dk, 64), describe_tile(dv, 64),
+        counter, scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
         sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,

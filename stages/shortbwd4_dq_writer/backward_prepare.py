@@ -22,7 +22,7 @@ def _prepare_kernel(
     if counter_ptr is not None:
         if tile == 0:
             tl.store(counter_ptr, 0)
-    # NOTE: these zeros go to memory, and come back with the first addition; shortbwd6 stores the first contribution instead.
+    # NOTE: these zeros go to memory, and come back with the first addition; shortbwd5 stores the first contribution instead.
     # In register order, a query tile's accumulator is one contiguous block.
     offs = tl.arange(0, BLOCK_M * HEAD_DIM)
     tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))

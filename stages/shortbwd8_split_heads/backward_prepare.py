@@ -12,7 +12,7 @@ def _prepare_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero the tile's number of
-    tickets. Also zero the counter of tiles, and the accumulators of dK and dV, if there are any."""
+    tickets. If there are any, also zero the counter of tiles, and the accumulators of dK and dV, which have `chunks` chunks."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M

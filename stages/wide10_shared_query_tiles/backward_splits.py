@@ -1,7 +1,6 @@
-"""Splits: several CTAs share the steps of a key tile or a query tile, and add their dK and dV, or their dQ.
+"""Splits: with few K/V heads, key tiles leave SMs idle. So several CTAs share a key tile's steps, and add their dK and dV.
 
-With few K/V heads, key tiles alone are fewer than SMs. With a causal mask, the longest takes longer than the mean SM. With few
-queries, query tiles are fewer than SMs, and a CTA alone would go through all keys.
+With few queries, query tiles leave SMs idle, and a CTA alone would go through all keys. So CTAs share these, and add their dQ.
 """
 
 import triton
@@ -16,10 +15,10 @@ from common.layout import cdiv
 
 MAX_SPLITS = 16
 # Costs in steps of one SM: of a split's start, which loads K and V and adds dK and dV, and of a key tile's accumulators, which
-# are zeroed, read again and rounded. They are estimates that nobody measured: shortbwd8's costs at D = 128, where a tile has as
-# many bytes, by the FLOPs of a step.
+# are zeroed, read again and rounded. They are shortbwd8's at D = 128, where a tile has as many bytes, by the FLOPs of a step.
+# With them, 33 backwards took 1 % more time than with the best of 1, 2, 4, 8 and 16 CTAs (results/wide-ways-h200.json).
 COSTS = (5, 12)
-QUERY_COSTS = (4, 8)  # the same for query tiles: Q, dO and dQ
+QUERY_COSTS = (3, 8)  # the same for query tiles: Q, dO and dQ
 GAIN = 0.93  # CTAs share tiles only if this is expected to take less than GAIN of the time
 
 

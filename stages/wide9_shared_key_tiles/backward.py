@@ -275,8 +275,10 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -313,7 +315,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32, whose tiles take twice the space. Up to D = 128, it also falls back under
-    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order. At 256, CTAs then share no tiles.
+    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -328,7 +330,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     tiles_n = triton.cdiv(seq_k, 64) * batch * kv_heads
-    # With few K/V heads, key tiles leave SMs idle. Then several CTAs share each key tile, and add their dK and dV in float32.
+    # With few K/V heads, key tiles leave SMs idle. So several CTAs share each, and add dK and dV in float32, in any order.
     splits, chunks, dk_sums, dv_sums = 1, None, None, None
     if wide and not torch.are_deterministic_algorithms_enabled():
         splits = splits_of(tiles_n, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
@@ -345,7 +347,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64),
             describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), dk_sums, dv_sums, scale,
             kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, splits if splits > 1 else None,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
+            BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         # NOTE: if these CTAs are fewer than the SMs, some SMs are idle; wide10 lets several CTAs share a query tile.
         _wide_dq_kernel[triton.cdiv(seq_q, 128) * batch * heads,](
@@ -365,7 +367,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
         sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,

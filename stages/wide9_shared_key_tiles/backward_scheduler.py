@@ -37,11 +37,11 @@ class Tile(NamedTuple):
     batch_head: tl.tensor  # batch * H + head
     heads_per_kv: tl.tensor  # number of query heads that share these keys
     start_n: tl.tensor  # the first key
-    keys: tl.tensor  # number of keys from start_n on; 0 masks all
+    keys: tl.tensor  # number of keys from start_n on
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: tl.tensor  # the first query tile that sees one of the keys
     tiles_m: tl.tensor  # number of query tiles of a head
-    begin: tl.tensor | None  # number of steps of the CTAs with earlier splits; None if each key tile has one CTA
+    begin: tl.tensor  # number of steps of the CTAs with earlier splits
     steps: tl.tensor  # number of query tiles from `first` on, of all these query heads, or of those in this split
     unseen: tl.tensor  # number of steps at the start whose queries see no key of the second consumer
     masked: tl.tensor  # number of steps at the start that need a mask
@@ -60,7 +60,7 @@ def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.
         number, split, key_tiles = _tile_and_split(problem.splits)
     tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=key_tiles)
-    start_n = tile_n * BLOCK_N
+    start_n = tile_n * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
@@ -75,11 +75,11 @@ def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.
     masked = tl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
     kv_head = batch_head % problem.kv_heads
     keys = problem.seq_k - start_n
-    begin = None
+    begin = 0
     steps = tiles * heads_per_kv
     if problem.splits is not None:
         begin, end, steps = _steps_of(split, problem.splits, steps)
-        keys = tl.where(begin < end, keys, 0)
+        keys = tl.where(begin < end, keys, 0)  # 0 masks all
     return Tile(
         batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
         start_n, keys, problem.diagonal, first, tiles_m, begin, steps, unseen * heads_per_kv, masked * heads_per_kv,
@@ -87,19 +87,19 @@ def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.
 
 
 @triton.jit
-def _query_tile(step, tile):
+def _query_tile(step, tile, HEADS_FIRST: tl.constexpr = False):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head. So each head's
     first query tiles, which may need a mask, come before all others.
 
-    CTAs that share a key tile divide its heads first: the steps take all query tiles of one head, then those of the next head.
-    If each of these CTAs took all heads in turn, they would need more Q and dO at a time, perhaps more than the L2 cache holds.
+    With HEADS_FIRST, they take all query tiles of one head, then those of the next head. So CTAs that share a key tile divide
+    its heads first, and use fewer heads at a time, whose Q and dO stay in the L2 cache.
     """
     shared = step % tile.heads_per_kv
     # NOTE: CTAs that run at the same time begin at different query tiles; in groups1 they read the same tiles.
     number = tile.first + step // tile.heads_per_kv
-    if tile.begin is not None:
+    if HEADS_FIRST:
         tiles = tile.tiles_m - tile.first
         shared = (tile.begin + step) // tiles
         number = tile.first + (tile.begin + step) % tiles

@@ -50,7 +50,7 @@ from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, _query_tile, _tile
 from .backward_writer import DqParts, _dq_writer
 
-# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ would cause bank conflicts in shared memory.
+# dQ's accumulator lies in the order of registers (`_compute_dq`); rows of dQ would cause bank conflicts in shared memory.
 SUM_COLUMNS = 256  # it is cut into rows of this length, the longest that TMA takes
 
 
@@ -354,9 +354,11 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, tickets_ptr, counter_ptr, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
+    PERSISTENT: gl.constexpr = counter_ptr is not None
     KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1  # the current tile's K and V, and the next tile's
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -412,7 +414,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
-    # NOTE: if these tiles are fewer than the SMs, some SMs are idle; shortbwd7 lets several CTAs share a tile.
+    # NOTE: if these tiles are fewer than the SMs, some SMs are idle; shortbwd7 lets several CTAs split a tile's steps.
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
@@ -428,11 +430,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     )  # fmt: skip
     _backward_kernel[min(tiles, num_sms()) if persistent else tiles,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
-        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
-        describe_tile(dk, 64), describe_tile(dv, 64), tickets, counter, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
-        num_warps=4, maxnreg=128,
+        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), describe_tile(dk, 64), describe_tile(dv, 64),
+        tickets, counter, scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
         sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,

@@ -8,11 +8,11 @@ from common.kernels.hopper import LOG2_E
 
 @triton.jit(do_not_specialize=["heads", "seq_q"])
 def _prepare_kernel(
-    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, counter_ptr, heads, seq_q,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    out_desc, do_desc, lse_ptr, stats_ptr, tickets_ptr, counter_ptr, heads, seq_q,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator. Also zero
-    the counter of tiles, if there is one."""
+    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero the tile's number of
+    tickets. Also zero the counter of tiles, if there is one."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
@@ -22,10 +22,7 @@ def _prepare_kernel(
     if counter_ptr is not None:
         if tile == 0:
             tl.store(counter_ptr, 0)
-    # NOTE: these zeros go to memory, and come back with the first addition; shortbwd6 stores the first contribution instead.
-    # In register order, a query tile's accumulator is one contiguous block.
-    offs = tl.arange(0, BLOCK_M * HEAD_DIM)
-    tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
+    tl.store(tickets_ptr + tile, 0)
     rows = tl.arange(0, BLOCK_M)
     inside = start_m + rows < seq_q
     do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)

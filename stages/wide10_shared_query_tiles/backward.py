@@ -309,7 +309,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32, whose tiles take twice the space. Up to D = 128, it also falls back under
-    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order. At 256, CTAs then share no tiles.
+    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -323,16 +323,19 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
-    tiles_n, query_tiles = triton.cdiv(seq_k, 64) * batch * kv_heads, triton.cdiv(seq_q, 128) * batch * heads
-    splits, query_splits, chunks, dq_sums, dk_sums, dv_sums = 1, 1, None, None, None, None
+    tiles_n = triton.cdiv(seq_k, 64) * batch * kv_heads
+    # With few K/V heads, key tiles leave SMs idle. So several CTAs share each, and add dK and dV in float32, in any order.
+    splits, chunks, dk_sums, dv_sums = 1, None, None, None
+    # With few queries, query tiles leave SMs idle. So several CTAs share the keys of each, and add their dQ.
+    query_tiles = triton.cdiv(seq_q, 128) * batch * heads
+    query_splits, dq_sums = 1, None
     if wide and not torch.are_deterministic_algorithms_enabled():
         splits = splits_of(tiles_n, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
         query_splits = query_splits_of(query_tiles, seq_q, seq_k, causal, diagonal, num_sms())
     if max(splits, query_splits) > 1:
-        # Accumulators of dQ if CTAs share query tiles, and of dK and dV if they share key tiles.
         rows_q, rows_k = tiles_m * 64 * (query_splits > 1), tiles_n * 64 * (splits > 1)
         sizes = rows_q * head_dim, rows_k * head_dim, rows_k * value_dim
-        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024
+        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024  # of 1024 elements; see `_prepare_kernel`
         dq_sums, dk_sums, dv_sums = (part if len(part) else None for part in sums.split(sizes))
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, chunks, heads, seq_q,
@@ -352,7 +355,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         for sums, gradient in ((dq_sums, dq), (dk_sums, dk), (dv_sums, dv)):
-            if sums is not None:
+            if sums is not None:  # CTAs have added to it in float32; round it
                 columns = gradient.shape[3]
                 _finish_kernel[len(sums) // (64 * columns),](
                     sums, gradient, *gradient.stride()[:3], 1.0, *gradient.shape[1:3], HEAD_DIM=columns, BLOCK_M=64

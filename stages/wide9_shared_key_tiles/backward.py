@@ -309,7 +309,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32, whose tiles take twice the space. Up to D = 128, it also falls back under
-    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order. At 256, CTAs then share no tiles.
+    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -324,12 +324,14 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     tiles_n = triton.cdiv(seq_k, 64) * batch * kv_heads
-    splits, chunks, dk_sums, dv_sums = 1, None, None, None  # dK and dV have accumulators only if CTAs share key tiles
+    # With few K/V heads, key tiles leave SMs idle. So several CTAs share each, and add dK and dV in float32, in any order.
+    splits, chunks, dk_sums, dv_sums = 1, None, None, None
     if wide and not torch.are_deterministic_algorithms_enabled():
         splits = splits_of(tiles_n, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
     if splits > 1:
-        sums, chunks = lse.new_empty(tiles_n * 64 * (head_dim + value_dim)), tiles_n * (head_dim + value_dim) // 16
-        dk_sums, dv_sums = sums.split((tiles_n * 64 * head_dim, tiles_n * 64 * value_dim))
+        sizes = tiles_n * 64 * head_dim, tiles_n * 64 * value_dim
+        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024  # of 1024 elements; see `_prepare_kernel`
+        dk_sums, dv_sums = sums.split(sizes)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, chunks, heads, seq_q,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
@@ -348,7 +350,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         for sums, gradient in ((dk_sums, dk), (dv_sums, dv)):
-            if sums is not None:
+            if sums is not None:  # CTAs have added to it in float32; round it
                 columns = gradient.shape[3]
                 _finish_kernel[len(sums) // (64 * columns),](
                     sums, gradient, *gradient.stride()[:3], 1.0, *gradient.shape[1:3], HEAD_DIM=columns, BLOCK_M=64

@@ -12,7 +12,7 @@ def _prepare_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator, if any.
-    Zero `chunks` chunks of accumulators instead, unless it is None."""
+    If CTAs share other tiles, all programs together zero the `chunks` chunks of these tiles' accumulators instead."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M

@@ -85,9 +85,9 @@ class KeysValues(NamedTuple):
     k: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM]
     full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
-    dk_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dK is where K was, or added to its sum
-    dv_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dV is where V was, or added to its sum
-    sums: gl.tensor | None  # accumulators of dK and dV in global memory; None if each key tile has one CTA
+    dk_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dK is where K was
+    dv_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dV is where V was
+    sums: gl.tensor | None  # in global memory, to which consumers add dK and dV instead; None if each key tile has one CTA
 
 
 class Ring(NamedTuple):

@@ -54,7 +54,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
     signal(ring.empty, fill)  # the first slot has no V
     # The tile visited first has code of its own, because m and l start from it. Here that is the last key tile, the only one
     # with a mask. So all other tiles share one loop, without a mask, in which a step can leave work to the next step.
-    # Other tiles need no mask, because `_tile` lets a consumer's last row see a multiple of ROWS keys, or all keys.
+    # Other tiles need no mask, because `start_m` lets a consumer's last row see a multiple of ROWS keys, or all keys.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

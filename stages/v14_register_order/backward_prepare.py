@@ -1,4 +1,4 @@
-"""The kernels that run before and after the backward kernel: they prepare LSE and delta, and zero and round dQ."""
+"""The kernels that run before and after the backward kernel: they prepare LSE and delta, and round dQ."""
 
 import triton
 import triton.language as tl

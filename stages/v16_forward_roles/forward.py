@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -20,10 +21,10 @@ from common.kernels.hopper import (
     wait_empty,
     wgmma_layout,
 )
+from common.kernels.order import tile_and_head
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_scheduler import Problem, _key_tiles, _tile
 from .forward_softmax import _accumulate
 
 
@@ -35,6 +36,26 @@ class Tensors(NamedTuple):
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
     lse: gl.tensor  # pointer to [B, H, Sq]
+
+
+class Problem(NamedTuple):
+    """Sizes that all work tiles share."""
+
+    seq_q: tl.tensor
+    seq_k: tl.tensor
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: tl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: tl.tensor  # batch * H + head
+    batch: tl.tensor
+    head: tl.tensor
+    kv_head: tl.tensor
+    start_m: tl.tensor  # the tile's first query row
+    key_tiles: tl.tensor
 
 
 class Queries(NamedTuple):
@@ -58,6 +79,13 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
+def _key_tiles(end_m, problem, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return how many key tiles the rows before end_m see."""
+    keys = gl.minimum(end_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
+    return gl.cdiv(keys, BLOCK_N)
+
+
+@gluon.jit
 def _load(tensors, tile, ring, fill):
     """Start to load a key tile's K and V into the next slot of the ring, when the consumers have released the slot."""
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
@@ -68,14 +96,9 @@ def _load(tensors, tile, ring, fill):
 
 
 @gluon.jit
-def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
+def _producer(tensors, queries, ring, tile):
     """Run on one warp: load Q, and keep the buffers of K and V full, so that the other warps only compute."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
-    # Each role computes its tile itself, so that a CTA with several tiles can have its roles at different tiles.
-    tile = _tile(problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
@@ -87,22 +110,18 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(tensors, queries, ring, tile, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute the w-th 64 query rows of the tile.
 
     Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
     """
-    CONSUMERS: gl.constexpr = queries.q.shape[0]
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
     acc_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
-    tile = _tile(problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + w * ROWS
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     # A consumer that ends early never releases the CTA's last tiles. No load needs their slots: they are at most STAGES tiles.
@@ -137,7 +156,16 @@ def _forward_kernel(
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    problem = Problem(seq_q, seq_k, diagonal, scale)
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
+    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = (tiles_m - 1 - number) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // heads_per_kv
+    tile = Tile(batch_head, batch, head, kv_head, start_m, _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, CAUSAL))
+
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
@@ -148,7 +176,6 @@ def _forward_kernel(
     q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own slot
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, lse_ptr)
-    problem = Problem(heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
@@ -156,18 +183,18 @@ def _forward_kernel(
     # role runs on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
-             (_producer, (tensors, queries, ring, problem, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, tile, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 1, CAUSAL)),
+             (_producer, (tensors, queries, ring, tile))],
             [4, 1], [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 2, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 3, CAUSAL)),
-             (_producer, (tensors, queries, ring, problem, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, tile, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 1, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 2, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 3, CAUSAL)),
+             (_producer, (tensors, queries, ring, tile))],
             [4, 4, 4, 1], [112, 112, 112, 24],  # 5 × maxnreg = 480 = 120 (the first role gets the rest) + 3 × 112 + 24
         )  # fmt: skip
 

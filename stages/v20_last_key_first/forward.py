@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -23,10 +24,10 @@ from common.kernels.hopper import (
     wait_full,
     wgmma_layout,
 )
+from common.kernels.order import tile_and_head
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_scheduler import Problem, _key_tiles, _tile
 from .forward_softmax import _accumulate
 
 
@@ -39,6 +40,26 @@ class Tensors(NamedTuple):
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
+
+
+class Problem(NamedTuple):
+    """Sizes that all work tiles share."""
+
+    seq_q: tl.tensor
+    seq_k: tl.tensor
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: tl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: tl.tensor  # batch * H + head
+    batch: tl.tensor
+    head: tl.tensor
+    kv_head: tl.tensor
+    start_m: tl.tensor  # the tile's first query row
+    key_tiles: tl.tensor
 
 
 class Queries(NamedTuple):
@@ -62,6 +83,13 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
+def _key_tiles(end_m, problem, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return how many key tiles the rows before end_m see."""
+    keys = gl.minimum(end_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
+    return gl.cdiv(keys, BLOCK_N)
+
+
+@gluon.jit
 def _load(tensors, tile, ring, fill, start_n):
     """Start to load a key tile's K and V into the next slot of the ring, when the consumers have released the slot."""
     where = [tile.batch, tile.kv_head, start_n, 0]
@@ -82,14 +110,10 @@ def _skip(ring, fill, tiles):
 
 
 @gluon.jit
-def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
+def _producer(tensors, queries, ring, tile):
     """Run on one warp: load Q, and keep the buffers of K and V full, so that the other warps only compute."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
-    # Each role computes its tile itself, so that a CTA with several tiles can have its roles at different tiles.
-    tile = _tile(problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_n = (tile.key_tiles - 1) * BLOCK_N
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
@@ -116,15 +140,13 @@ def _store_out(acc, normalize, tensors, queries, own, tile, start_m):
 
 
 @gluon.jit
-def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(tensors, queries, ring, tile, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute the w-th 64 query rows of the tile.
 
     Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
     """
     CONSUMERS: gl.constexpr = queries.q.shape[0]
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
@@ -136,7 +158,6 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
-    tile = _tile(problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + w * ROWS
     seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
     fill = 0
@@ -165,7 +186,19 @@ def _forward_kernel(
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    problem = Problem(seq_q, seq_k, diagonal, scale)
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
+    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
+    # Start `diagonal % ROWS` rows early, so that start_m + diagonal is a multiple of ROWS. Then a consumer's diagonal lies in
+    # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
+    # mask, `diagonal` is 0.)
+    start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // heads_per_kv
+    tile = Tile(batch_head, batch, head, kv_head, start_m, _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, CAUSAL))
+
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
@@ -176,7 +209,6 @@ def _forward_kernel(
     q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own slot
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr)
-    problem = Problem(heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
@@ -184,18 +216,18 @@ def _forward_kernel(
     # role runs on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
-             (_producer, (tensors, queries, ring, problem, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, tile, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 1, CAUSAL)),
+             (_producer, (tensors, queries, ring, tile))],
             [4, 1], [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 2, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 3, CAUSAL)),
-             (_producer, (tensors, queries, ring, problem, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, tile, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 1, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 2, CAUSAL)),
+             (_consumer, (tensors, queries, ring, tile, problem, 3, CAUSAL)),
+             (_producer, (tensors, queries, ring, tile))],
             [4, 4, 4, 1], [112, 112, 112, 24],  # 5 × maxnreg = 480 = 120 (the first role gets the rest) + 3 × 112 + 24
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Each sequence of a cache has a length on the device."""
+"""A cache's lengths stay on the device; later keys are never read."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -9,7 +9,7 @@ from common.layout import cdiv
 from common.runtime import l2_bytes
 
 
-def l2_share(cache: int) -> int:
+def l2_budget(cache: int) -> int:
     """Return how much of an L2 cache of `cache` bytes the rows of a group of heads may take.
 
     It is a third, because the next group's rows arrive while the last tiles of this group still run, and the other tensors pass
@@ -53,34 +53,34 @@ def busiest(
 
 
 class _OfThisGPU(tl.constexpr):
-    """`l2_share` of the GPU for which a kernel is first compiled; a constant of the kernel. An import asks no GPU."""
+    """`l2_budget` of the GPU for which a kernel is first compiled; a constant of the kernel. An import asks no GPU."""
 
     def __init__(self):
         pass
 
     @functools.cached_property
     def value(self):
-        return l2_share(l2_bytes())
+        return l2_budget(l2_bytes())
 
     @functools.cached_property
     def type(self):
         return tl.constexpr(self.value).type
 
 
-SHARE = _OfThisGPU()
+L2_BUDGET = _OfThisGPU()
 
 
 @triton.jit
-def heads_of_group(seq, heads, ROW_BYTES: tl.constexpr, L2_SHARE: tl.constexpr = None):
+def heads_of_group(seq, heads, ROW_BYTES: tl.constexpr, BUDGET: tl.constexpr = None):
     """Return how many of `heads` heads form a group with a causal mask; see `tile_and_head`."""
-    share: tl.constexpr = SHARE if L2_SHARE is None else L2_SHARE
-    rows = tl.maximum(share // ROW_BYTES, 1)  # rows that fit into the share
+    budget: tl.constexpr = L2_BUDGET if BUDGET is None else BUDGET
+    rows = tl.maximum(budget // ROW_BYTES, 1)  # rows that fit into the budget
     return tl.minimum(tl.maximum(rows // seq, 1), heads)  # at most `heads`, so that a group's tiles fit in int32
 
 
 @triton.jit
 def tile_and_head(
-    tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = None, program=None, programs=None,
+    tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, BUDGET: tl.constexpr = None, program=None, programs=None,
 ):  # fmt: skip
     """Return this program's (tile, head).
 
@@ -92,7 +92,7 @@ def tile_and_head(
 
     With a causal mask, tiles take different times. If a slow tile starts last, the other SMs are idle at the end. So slow tiles
     start first: programs take tile 0 of each head in a group of heads, then tile 1 of each head, and so on. Tile 0 must take
-    the longest time. A group has only so many heads that their rows stay in the L2 cache: at most SHARE bytes (L2_SHARE in
+    the longest time. A group has only so many heads that their rows stay in the L2 cache: at most L2_BUDGET bytes (BUDGET in
     tests), unless it has one head. The last group also takes the heads that are left over, and so has fewer than twice as many:
     a small group's longest tiles would start when the other SMs have nearly ended.
 
@@ -105,7 +105,7 @@ def tile_and_head(
         programs = tl.num_programs(0)
     if CAUSAL:
         heads = programs // tiles
-        group = heads_of_group(seq, heads, ROW_BYTES, L2_SHARE)
+        group = heads_of_group(seq, heads, ROW_BYTES, BUDGET)
         last = heads // group - 1
         turn = tl.minimum(program // (group * tiles), last)
         first = turn * group

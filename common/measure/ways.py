@@ -45,7 +45,7 @@ def _always(value) -> Callable:
 
 
 def _shared(ctas: int, _, heads_per_kv: int, *__) -> tuple[int, int]:
-    """Return the shares and the splits with which this number of CTAs share a key tile: as many shares as possible."""
+    """Return the shares and the splits with which this number of CTAs divide a key tile: as many shares as possible."""
     shares = math.gcd(ctas, heads_per_kv)
     return shares, ctas // shares
 

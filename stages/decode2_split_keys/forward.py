@@ -186,11 +186,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
-        idle = False
-        if problem.is_split is not None:
-            seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
-            idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
-            seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
+        seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
+        # A consumer idles without rows, or if its rows see none of the split's keys. It leaves the tensor cores to the others,
+        # after one key tile whose result is not used.
+        idle = (seen <= 0) | (start_m >= problem.seq_q)
+        seen = gl.where(idle, 1, seen)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)

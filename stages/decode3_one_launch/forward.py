@@ -190,11 +190,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
-        idle = False
-        if problem.is_split is not None:
-            seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
-            idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
-            seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
+        seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
+        # A consumer idles without rows, or if its rows see none of the split's keys. It leaves the tensor cores to the others,
+        # after one key tile whose result is not used.
+        idle = (seen <= 0) | (start_m >= problem.seq_q)
+        seen = gl.where(idle, 1, seen)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -298,6 +298,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
     128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
+FEW_SQUARES = 8  # up to D = 64, the most squares of 128 x 128 scores per CTA of a small problem (fitted on an H200)
 
 
 def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
@@ -322,6 +323,8 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     shape = TILES[width]
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
+    squares = cdiv(seq_q * packed, 128) * cdiv(keys, 128) * batch * (heads // packed)
+    small = width <= 64 and squares <= FEW_SQUARES * programs
     if cdiv(seq_q * packed, shape.queries) == cdiv(seq_q, shape.queries) * packed:
         packed = 1  # packing would make no fewer tiles
     before = diagonal % (64 // packed)  # positions before query 0
@@ -329,9 +332,10 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     tiles = tiles_m * batch * (heads // packed)
     key_tiles = cdiv(keys, shape.keys)
     splits = splits_of(tiles, key_tiles, programs)
-    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
-    # A mask may make several tiles of a head unequal.
-    counted = splits == 1 and tiles_m > 1 and tiles > programs
+    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: rows for one tile per head, or
+    # splits. A mask may make several tiles of a head unequal. But a small problem's tiles are so short that a counter would
+    # save less time than its launch takes.
+    counted = splits == 1 and seq_q * packed > shape.queries and tiles > programs and not small
     return Plan(shape, packed, tiles, splits, counted)
 
 

@@ -194,11 +194,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
-        idle = False
-        if problem.is_split is not None or problem.few:  # few rows may all be the first consumer's
-            seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
-            idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
-            seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
+        seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
+        # A consumer idles without rows, or if its rows see none of the split's keys. It leaves the tensor cores to the others,
+        # after one key tile whose result is not used.
+        idle = (seen <= 0) | (start_m >= problem.seq_q)
+        seen = gl.where(idle, 1, seen)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -245,7 +245,7 @@ def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, FEW: gl.constexpr, CAUSAL: gl.constexpr,
+    Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
@@ -262,7 +262,7 @@ def _forward_kernel(
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr)
     splits = 1 if part_ptr is None else splits  # a constant 1, which the compiler removes
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr, FEW)
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: the producer first waits at `queries.empty`
@@ -298,19 +298,28 @@ class Shape(NamedTuple):
 
 
 # TILES and FEW_ROWS are indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers
-# depend on them. FEW_ROWS has shapes for few query rows: two consumers, because others would have no rows. Two consumers have
-# registers for longer key tiles, with which a consumer waits for fewer loads and matmuls.
+# depend on them. FEW_ROWS has shapes for few query rows: two consumers, because others would idle (see `plan`). Two consumers
+# have registers for longer key tiles, with which a consumer waits for fewer loads and matmuls.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
-FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores takes FEW_ROWS, not 256 rows (fitted on an H200)
+FEW_SQUARES = 8  # up to D = 64, the most squares of 128 x 128 scores per CTA of a small problem (fitted on an H200)
 # Constants of `splits_of`, fitted to times on an H200. results/constants-h200.json has the times of all numbers of splits.
 # `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
 CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
 ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
 MERGE = 75_000  # time of the merge's launch
+
+
+def cost_of(splits: int, tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> float:
+    """Return the predicted time of a forward with this number of splits. The other arguments are those of `splits_of`."""
+    turns = cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
+    busy = tiles * splits / (turns * programs)  # fraction of the CTAs that have a tile
+    key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)  # time to read it or to compute
+    parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs  # time to write and read the splits' outputs
+    return turns * cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
 
 
 @functools.cache
@@ -326,18 +335,10 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
         width: number of elements of a key in K and V together.
         programs: number of CTAs that run at the same time.
     """
-
-    def cost(splits):
-        turns = cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
-        busy = tiles * splits / (turns * programs)  # fraction of the CTAs that have a tile
-        key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)  # time to read it or to compute
-        parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs  # time to write and read the splits' outputs
-        return turns * cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
-
     # If the longest split has equally many key tiles for two numbers of splits, the larger number costs more. So skip it.
     costs, splits = {}, 1
     while splits <= min(key_tiles, programs):
-        costs[splits] = cost(splits)
+        costs[splits] = cost_of(splits, tiles, key_tiles, rows, keys, width, programs)
         longest = cdiv(key_tiles, splits)
         splits = cdiv(key_tiles, longest - 1) if longest > 1 else key_tiles + 1
     good = 1.01 * min(costs.values())
@@ -352,7 +353,7 @@ class Plan(NamedTuple):
     tiles: int  # query tiles of all heads
     splits: int  # number of CTAs that share a query tile
     counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
-    few: bool  # whether rows are few
+    few: bool  # whether rows are few, by which a caller may choose among stages
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
@@ -360,10 +361,11 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
-    # Tiles of 256 rows waste consumers in two cases. If 128 rows hold all packed rows of a K/V head, two consumers would have
-    # no rows. If squares are few, tiles of 256 rows are too few to keep all CTAs busy.
     squares = cdiv(seq_q * packed, 128) * cdiv(keys, 128) * batch * (heads // packed)
-    few = seq_q * packed <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
+    small = width <= 64 and squares <= FEW_SQUARES * programs
+    # Rows are few if tiles of 256 rows would leave consumers idle: two consumers of each tile, which would have no rows, or in
+    # small problems whole CTAs, because the tiles would be few.
+    few = seq_q * packed <= 128 or small
     shape = (FEW_ROWS if few else TILES)[width]
     if cdiv(seq_q * packed, shape.queries) == cdiv(seq_q, shape.queries) * packed:
         packed = 1  # packing would make no fewer tiles
@@ -376,9 +378,10 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
         rows = min(seq_q * packed, shape.queries)
         splits = splits_of(tiles, key_tiles, rows, shape.keys, head_dim + value_dim, programs)
     # NOTE: a CTA with one long key tile computes nothing until all of it has arrived; decode8 cuts this tile in two.
-    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
-    # A mask may make several tiles of a head unequal. With few rows, a counter saves less time than its launch takes.
-    counted = not few and splits == 1 and tiles_m > 1 and tiles > programs
+    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: rows for one tile per head, or
+    # splits. A mask may make several tiles of a head unequal. But a small problem's tiles are so short that a counter would
+    # save less time than its launch takes.
+    counted = splits == 1 and seq_q * packed > shape.queries and tiles > programs and not small
     return Plan(shape, packed, tiles, splits, counted, few)
 
 
@@ -414,7 +417,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         describe_tile(outputs, *rows), out_ptr, lses, parts, counter, scale,
         batch * heads // packed, heads // packed, heads // kv_heads // packed, seq_q * packed, seq_k, diagonal, splits,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, FEW=planned.few, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
+        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     if splits > 1:
         merge(parts, lses, out, lse)

@@ -28,7 +28,6 @@ class Problem(NamedTuple):
     scale: tl.tensor
     splits: tl.tensor  # number of parts into which the keys are split, so that few query tiles keep all CTAs busy
     is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
-    few: tl.constexpr  # whether query rows are few, so that a consumer may have none
 
 
 class Tile(NamedTuple):

@@ -29,8 +29,8 @@ def _scores(q, ring, fill):
 def _sums(p):
     """Return four partial sums of each row of p, one per thread that holds part of the row.
 
-    The threads must exchange them to add them up. Only the tile's end needs whole row sums, for LSE and 1 / l. So this exchange
-    also waits for the end, where it runs during the last matmul.
+    To add them up, the threads must exchange them. But all four threads rescale by the same factor, and only the tile's end
+    needs whole row sums, for LSE and 1 / l. So one exchange at the end is enough, and no step of the loop has one.
     """
     # In wgmma's layout, each of a row's four threads holds 2 of every 8 columns.
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)

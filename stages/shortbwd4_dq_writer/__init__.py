@@ -1,4 +1,4 @@
-"""A writer warp adds dQ to the accumulator; prepares shortbwd6."""
+"""A writer warp adds dQ to the accumulator; prepares shortbwd5."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

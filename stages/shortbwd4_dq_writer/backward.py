@@ -50,7 +50,7 @@ from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, _query_tile, _tile
 from .backward_writer import DqParts, _dq_writer
 
-# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ would cause bank conflicts in shared memory.
+# dQ's accumulator lies in the order of registers (`_compute_dq`); rows of dQ would cause bank conflicts in shared memory.
 SUM_COLUMNS = 256  # it is cut into rows of this length, the longest that TMA takes
 
 
@@ -124,11 +124,10 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = dq_parts.dq.shape[0]
-    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64  # of a part, because this warpgroup has few registers
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
-    # with few registers take COLUMNS of the columns at a time.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -140,7 +139,7 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
         if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
         # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
         mbarrier.wait(dq_parts.empty.index(part), dq_phase ^ 1)
         dq_parts.dq.index(part).store(dq.reshape([dq_parts.dq.shape[1], dq_parts.dq.shape[2]]))
         fence_async_shared()
@@ -266,11 +265,9 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
 @gluon.jit
 def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Compute dK and dV of the w-th 64 keys of this CTA's tile number `turn`. They stay in registers until the last step."""
-    STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
@@ -286,12 +283,11 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     # With two K/V slots, ptxas (CUDA 12.8) computes a slot's addresses only in the loop with a mask, though the loop without a
     # mask uses them, too. So the loop with a mask then takes at least one step, even if none needs a mask, and always runs.
     masked = tile.masked if kv.full.shape[0] == 1 else gl.maximum(tile.masked, 1)
-    for step in range(unseen):
-        slot, phase = slot_and_phase(fill + step, STAGES)
+    for step in range(fill, fill + unseen):
         # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
-        mbarrier.wait(ring.q_full.index(slot), phase)
-        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
-        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
+        slot = wait_full(ring.q_full, step)
+        wait_empty(ds_ring.empty, step)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, wgmma_layout(ROWS, BLOCK_M)))
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -329,7 +325,6 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
 @gluon.jit
 def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute dQ from the consumers' dS for the dQ writer. So the consumers do not wait for dQ's matmul."""
-    STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -340,9 +335,8 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         kv_slot, _ = slot_and_phase(turn, kv.full.shape[0])
         for step in range(tile.steps):
-            slot, phase = slot_and_phase(fill + step, STAGES)
             _, dq_phase = slot_and_phase(fill + step, 1)
-            mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
+            slot = wait_full(ds_ring.full, fill + step)  # dS was computed after K arrived
             _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
@@ -353,9 +347,11 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
+    PERSISTENT: gl.constexpr = counter_ptr is not None
     KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1  # the current tile's K and V, and the next tile's
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -423,13 +419,11 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     )  # fmt: skip
     _backward_kernel[min(tiles, num_sms()) if persistent else tiles,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
-        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
-        describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
-        num_warps=4, maxnreg=128,
+        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), describe_tile(dk, 64), describe_tile(dv, 64),
+        counter, scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m,
     )  # fmt: skip
     return dq, dk, dv

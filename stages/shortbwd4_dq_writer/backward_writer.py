@@ -23,7 +23,7 @@ class DqParts(NamedTuple):
 def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: let TMA add each step's dQ to the accumulator, and release the parts that TMA has read.
 
-    This prepares shortbwd6, where an addition may have to wait for another CTA. If dQ's warpgroup waited there itself, its
+    This prepares shortbwd5, where an addition may have to wait for another CTA. If dQ's warpgroup waited there itself, its
     matmuls would stop at once. While this warp waits, dQ's warpgroup computes until no part's buffer is free.
     """
     BLOCK_M: gl.constexpr = tensors.q.block_shape[2]

@@ -1,4 +1,4 @@
-"""Several CTAs share a key tile's steps, so they fill the GPU."""
+"""Several CTAs split a key tile's steps, so they fill the GPU."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

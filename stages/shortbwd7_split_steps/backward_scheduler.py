@@ -15,7 +15,9 @@ from common.kernels.hopper import ROWS, slot_and_phase
 from common.kernels.order import heads_of_group, tile_and_head
 
 CONSUMERS = tl.constexpr(2)
-APART = tl.constexpr(32)  # without a mask, CTAs of a head start fewer steps apart than this, to share tiles in the L2 cache
+# Without a mask, CTAs of a head start at different steps, so that they seldom meet at a query tile, where they would wait for
+# each other. They start fewer than APART steps apart, so that the tiles in use, 2 MB, stay in the L2 cache.
+APART = tl.constexpr(32)
 
 
 class Problem(NamedTuple):
@@ -28,7 +30,7 @@ class Problem(NamedTuple):
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     num_sms: tl.tensor  # number of SMs; each runs one CTA at a time
     tiles: tl.tensor  # work tiles: key tiles of all heads, times `splits`; persistent CTAs are fewer
-    splits: tl.tensor | None  # number of CTAs that share the steps of a key tile; None for one CTA
+    splits: tl.tensor | None  # number of CTAs that split the steps of a key tile; None for one CTA
     scale: tl.tensor
 
 
@@ -74,7 +76,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=key_tiles)
-    start_n = tile_n * BLOCK_N
+    start_n = tile_n * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
@@ -101,9 +103,10 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms  # number of earlier waves, of all groups
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
-    # CTAs that run at the same time should seldom meet at a query tile. Additions to dQ alone need no order. But at the
-    # end of this track, the first CTA there stores its dQ, and CTAs that come meanwhile wait for the store before they add
-    # theirs. A causal mask keeps most CTAs apart, because each starts at its diagonal. Without a mask, `entry` does.
+    # CTAs that meet at a query tile wait for each other: the first one stores its dQ, and the others may add theirs only after
+    # that (`_take_ticket`). A causal mask keeps most CTAs apart, because each starts at its diagonal. Without a mask, all CTAs
+    # of a head would start at the same query tile, so each enters the order of query tiles at a step of its own, `entry`. Any
+    # step may come first, because either all steps or none need a mask.
     entry = 0
     if not CAUSAL:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)
@@ -117,7 +120,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         begin = split * all_steps // problem.splits
         steps = (split + 1) * all_steps // problem.splits - begin
         # dK waits for the last dQ, so a CTA takes at least one step. If the key tile has fewer steps than CTAs, a CTA without
-        # a step takes one that another CTA also takes. It masks all keys, and so adds zeros.
+        # a step takes one that another CTA also takes. It masks all keys, so its dQ, dK and dV are zeros.
         keys = tl.where(steps > 0, keys, 0)
         masked = tl.where(steps > 0, masked - begin, 1)
         steps = tl.maximum(steps, 1)
@@ -140,8 +143,9 @@ def _query_tile(step, tile):
     """
     step += tile.entry
     step = tl.where(step < tile.all_steps, step, step - tile.all_steps)
-    # CTAs that take the same query tiles at the same time, to share them in the L2 cache, start at different heads. So they
-    # seldom meet, and no CTA is the first at all heads of a query tile.
+    # CTAs that take the same query tile number at the same time, to share tiles in the L2 cache, start at different heads. So
+    # they seldom meet, and no CTA is the first at all heads, where the others would wait each time. Steps that need a mask stay
+    # the first ones, because heads rotate only within the steps of a query tile number.
     shared = (step + tile.start_n // (CONSUMERS * ROWS)) % tile.heads_per_kv
     done = step // tile.heads_per_kv
     number = tl.where(done < tile.rising, tile.first + done, tile.tiles_m - 1 + tile.rising - done)

@@ -1,4 +1,4 @@
-"""CTAs that share a key tile take different query heads."""
+"""CTAs of a key tile take different query heads."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

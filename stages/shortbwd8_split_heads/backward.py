@@ -1,7 +1,9 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
 S, dP and the exponentials are computed once, for dK, dV and dQ, so a pair of tiles takes five matmuls. With a separate kernel
-for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order.
+for dQ, it would take seven. In return, dQ is a sum in memory, to which key tiles add in any order. If key tiles are too few for
+all SMs, fill the last wave badly, or use more query heads at a time than the L2 cache holds, several CTAs divide the heads or
+steps of a key tile, and dK and dV are sums in memory, too.
 
 The query tiles of all heads that share keys form one sequence of steps, and the steps that need a mask come first. So two loops
 take the tiles of all heads. A loop loads the next steps' tiles while it computes, so only its first steps wait for memory. Two
@@ -51,7 +53,7 @@ from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, 
 from .backward_splits import _store_or_add, splits_of
 from .backward_writer import DqParts, _dq_writer
 
-# dQ's accumulator lies in the order of registers (`_add_dq`), because rows of dQ would cause bank conflicts in shared memory.
+# dQ's accumulator lies in the order of registers (`_compute_dq`); rows of dQ would cause bank conflicts in shared memory.
 SUM_COLUMNS = 256  # it is cut into rows of this length, the longest that TMA takes
 
 
@@ -127,11 +129,10 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = dq_parts.dq.shape[0]
-    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64  # of a part, because this warpgroup has few registers
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
-    # with few registers take COLUMNS of the columns at a time.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -143,7 +144,7 @@ def _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot):
         if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
         # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
         mbarrier.wait(dq_parts.empty.index(part), dq_phase ^ 1)
         dq_parts.dq.index(part).store(dq.reshape([dq_parts.dq.shape[1], dq_parts.dq.shape[2]]))
         fence_async_shared()
@@ -215,7 +216,7 @@ def _load_kv(tensors, tile, kv, turn):
 
 @gluon.jit
 def _store_dkv(tensors, place, kv, turn):
-    """Store dK and dV of this CTA's tile number `turn` when they are ready, and wait until their buffers are free."""
+    """Wait for dK and dV of this CTA's tile number `turn`, store them unless consumers added them, and free the buffers."""
     slot, phase = slot_and_phase(turn, kv.full.shape[0])
     slot = slot * CONSUMERS
     for w in gl.static_range(CONSUMERS):
@@ -271,11 +272,9 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
 @gluon.jit
 def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Compute dK and dV of the w-th 64 keys of this CTA's tile number `turn`. They stay in registers until the last step."""
-    STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
@@ -291,12 +290,11 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     # With two K/V slots, ptxas (CUDA 12.8) computes a slot's addresses only in the loop with a mask, though the loop without a
     # mask uses them, too. So the loop with a mask then takes at least one step, even if none needs a mask, and always runs.
     masked = tile.masked if kv.full.shape[0] == 1 else gl.maximum(tile.masked, 1)
-    for step in range(unseen):
-        slot, phase = slot_and_phase(fill + step, STAGES)
+    for step in range(fill, fill + unseen):
         # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
-        mbarrier.wait(ring.q_full.index(slot), phase)
-        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
-        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
+        slot = wait_full(ring.q_full, step)
+        wait_empty(ds_ring.empty, step)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, wgmma_layout(ROWS, BLOCK_M)))
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -304,12 +302,11 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, masked, w, CAUSAL, MASKED=True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, masked, tile.steps, w, CAUSAL, MASKED=False)
 
-    # No other step reads V and K, so dV and dK go into their buffers, and TMA stores them from there.
+    # No other step reads V and K. If a key tile has one CTA, dV and dK go into their buffers, and TMA stores them from there.
     _store_or_add(dv, v, kv, tile, problem, w, ROWS * HEAD_DIM)
     mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
     wait_full(ds_ring.empty, fill + tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    dk *= problem.scale
-    _store_or_add(dk, k, kv, tile, problem, w, 0)
+    _store_or_add(dk * problem.scale, k, kv, tile, problem, w, 0)
     mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
 
 
@@ -333,7 +330,6 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
 @gluon.jit
 def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute dQ from the consumers' dS for the dQ writer. So the consumers do not wait for dQ's matmul."""
-    STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -344,9 +340,8 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         kv_slot, _ = slot_and_phase(turn, kv.full.shape[0])
         for step in range(tile.steps):
-            slot, phase = slot_and_phase(fill + step, STAGES)
             _, dq_phase = slot_and_phase(fill + step, 1)
-            mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
+            slot = wait_full(ds_ring.full, fill + step)  # dS was computed after K arrived
             _compute_dq(ds_ring, slot, dq_parts, dq_phase, kv, kv_slot)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
@@ -357,11 +352,11 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, dkv_sums_ptr, tickets_ptr, counter_ptr,
     scale, kv_heads, heads_per_kv, seq_q, seq_k, diagonal, num_sms, tiles, shares, splits,
-    STAGES: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: gl.constexpr = q_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
+    PERSISTENT: gl.constexpr = counter_ptr is not None
     KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1  # the current tile's K and V, and the next tile's
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -406,7 +401,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32, whose tiles take twice the space; for D or Dv = 256, where dK and dV of 128 keys do not
-    fit in registers; and under `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
+    fit in registers; and under `torch.use_deterministic_algorithms`, because CTAs add to dQ, dK and dV in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -417,11 +412,10 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
-    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
+    key_tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     width = max(head_dim, value_dim)
-    ways = shares, splits = splits_of(tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms())
-    ctas = shares * splits  # number of CTAs that share a key tile
-    tiles *= ctas
+    ways = shares, splits = splits_of(key_tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms())
+    tiles = key_tiles * shares * splits
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
     persistent = max(head_dim, value_dim) < 128
@@ -430,21 +424,21 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     stats = lse.new_empty(tiles_m * 2, block_m)
     # dQ's accumulator needs no zeros: each query tile sees the first keys, so one CTA stores to it before others add.
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
-    # If CTAs share key tiles: accumulators of dK and dV, a row for each 64 keys, dK's first.
-    dkv_sums = lse.new_empty(tiles // ctas * 2, 64 * (head_dim + value_dim)) if ctas > 1 else None
-    dkv = (describe(dk, 64, head_dim), describe(dv, 64, value_dim)) if ctas > 1 else (None, None)
+    # If several CTAs work on a key tile: accumulators of dK and dV, a row for each 64 keys, dK's first.
+    dkv_sums = lse.new_empty(key_tiles * 2, 64 * (head_dim + value_dim)) if tiles > key_tiles else None
+    dkv = (describe(dk, 64, head_dim), describe(dv, 64, value_dim)) if tiles > key_tiles else (None, None)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, tickets, counter,
-        dkv_sums, tiles // ctas * (head_dim + value_dim) // 16, heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=block_m,
+        dkv_sums, key_tiles * (head_dim + value_dim) // 16, heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     _backward_kernel[min(tiles, num_sms()) if persistent else tiles,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), describe_tile(dk, 64), describe_tile(dv, 64),
         dkv_sums, tickets, counter, scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-        *(ways if ctas > 1 else (None, None)), STAGES=2, PERSISTENT=persistent, CAUSAL=causal, num_warps=4, maxnreg=128,
+        *(ways if tiles > key_tiles else (None, None)), BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
-    _finish_kernel[tiles_m + (tiles // ctas * 2 if ctas > 1 else 0),](
+    _finish_kernel[tiles_m + (key_tiles * 2 if tiles > key_tiles else 0),](
         sums, dq, *dq.stride()[:3], scale, heads, seq_q, dkv_sums, *dkv, kv_heads, seq_k, tiles_m,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     return dq, dk, dv

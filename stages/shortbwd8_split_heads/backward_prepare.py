@@ -12,7 +12,7 @@ def _prepare_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero the tile's number of
-    tickets. Also zero the counter of tiles, and the accumulators of dK and dV, if there are any."""
+    tickets. If there are any, also zero the counter of tiles, and the accumulators of dK and dV, which have `chunks` chunks."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
@@ -41,21 +41,21 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _rounded(sums_ptr, scale, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+def _rounded(sums_ptr, scale, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Load an accumulator, multiply it by the scale, round it, and return its rows."""
     sums = tl.load(sums_ptr + tl.arange(0, ROWS * COLUMNS)) * scale
-    rounded = sums.to(dtype).reshape(ROWS // 64, PARTS, 4, COLUMNS // PARTS // 8, 8, 4, 2, 2)
-    return rounded.permute(0, 2, 6, 4, 1, 3, 5, 7).reshape(ROWS, COLUMNS)
+    rounded = sums.to(dtype).reshape(ROWS // 64, COLUMNS // 8, 4, 8, 4, 2, 2)
+    return rounded.permute(0, 2, 5, 3, 1, 4, 6).reshape(ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "kv_heads", "seq_k", "programs_of_dq"])
 def _finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, dkv_sums_ptr, dk_desc, dv_desc, kv_heads, seq_k,
-    programs_of_dq, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    programs_of_dq, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Multiply dQ's accumulator by the scale, round it, and store it as dQ. The accumulator lies in the order of a warpgroup's
-    registers. Its dimensions, from the outermost to the innermost, are blocks of 64 rows, PARTS blocks of columns, 4 warps,
-    groups of 8 columns, 8 x 4 threads, the 2 halves of a warp's 16 rows, and 2 neighbouring columns. If there are accumulators
+    registers. Its dimensions, from the outermost to the innermost, are blocks of 64 rows, groups of 8 columns, 4 warps,
+    8 x 4 threads, the 2 halves of a warp's 16 rows, and 2 neighbouring columns. If there are accumulators
     of dK and dV, programs from `programs_of_dq` on round 64 rows of them, and store them as dK and dV."""
     if dkv_sums_ptr is not None:
         if tl.program_id(0) >= programs_of_dq:
@@ -63,16 +63,16 @@ def _finish_kernel(
             blocks_n = tl.cdiv(seq_k, 128) * 2
             where = [block // blocks_n // kv_heads, block // blocks_n % kv_heads, block % blocks_n * 64, 0]
             dkv_sums_ptr += block.to(tl.int64) * 64 * (HEAD_DIM + VALUE_DIM)
-            dk = _rounded(dkv_sums_ptr, 1.0, dk_desc.dtype, 64, HEAD_DIM, 1)
+            dk = _rounded(dkv_sums_ptr, 1.0, dk_desc.dtype, 64, HEAD_DIM)
             dk_desc.store(where, dk.reshape(1, 1, 64, HEAD_DIM))
-            dv = _rounded(dkv_sums_ptr + 64 * HEAD_DIM, 1.0, dv_desc.dtype, 64, VALUE_DIM, 1)
+            dv = _rounded(dkv_sums_ptr + 64 * HEAD_DIM, 1.0, dv_desc.dtype, 64, VALUE_DIM)
             dv_desc.store(where, dv.reshape(1, 1, 64, VALUE_DIM))
             return
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m
-    dq = _rounded(sums_ptr + tile * BLOCK_M * HEAD_DIM, scale, dq_ptr.dtype.element_ty, BLOCK_M, HEAD_DIM, PARTS)
+    dq = _rounded(sums_ptr + tile * BLOCK_M * HEAD_DIM, scale, dq_ptr.dtype.element_ty, BLOCK_M, HEAD_DIM)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
     dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)

@@ -12,7 +12,8 @@ def _delta_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute delta = rowsum(dO * O), [B, H, Sq] float32, which the softmax's gradient subtracts from each row of dP. Also zero
-    dQ's accumulator, because the backward kernel adds to it."""
+    dQ's accumulator, to which the backward kernel adds. No tuner repeats that kernel, so zeroing once is enough, and here
+    it needs no launch of its own."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m

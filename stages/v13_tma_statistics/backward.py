@@ -77,7 +77,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """A ring with one slot in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to dQ's accumulator."""
+    """A ring with one slot, because the same warps write and read it: dS for dQ's matmul, and dQ until TMA has added it."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, HEAD_DIM]
@@ -105,7 +105,7 @@ def _add_dq(tensors, ds_ring, kv, tile, head, start_m):
     WARPS_M: gl.constexpr = BLOCK_M // 16  # of the 8 warps; the others share the columns
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS_M, 8 // WARPS_M], [16, HEAD_DIM * WARPS_M // 8, 16])
     zeros = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, layout)
-    k = kv.k.index(0).reshape([kv.k.shape[3], HEAD_DIM])
+    k = matrix(kv.k.index(0))
     dq = warpgroup_mma(ds_ring.ds.index(0).permute([1, 0]), k, zeros, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])  # [BLOCK_M, HEAD_DIM]
     tma.store_wait(0)  # dQ's buffer is free: TMA has read the last step's dQ while this step was computed
@@ -199,8 +199,10 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -252,7 +254,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_rows(stats, 2), describe_tile(sums, block_m),
         describe_tile(dk, 128), describe_tile(dv, 128), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8,
     )  # fmt: skip
     torch.mul(sums, scale, out=dq)
     return dq, dk, dv

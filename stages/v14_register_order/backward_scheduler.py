@@ -48,7 +48,7 @@ def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.
     tiles_m = tl.cdiv(problem.seq_q, BLOCK_M)
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(tl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL)
-    start_n = tile_n * BLOCK_N
+    start_n = tile_n * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     first = 0  # the first query tile that sees one of these keys
     masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:

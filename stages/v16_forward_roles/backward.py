@@ -80,7 +80,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """A ring with one slot in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them."""
+    """A ring with one slot, because the same warps write and read it: dS for dQ's matmul, and parts of dQ for TMA to add."""
 
     ds: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order, which has no bank conflicts
@@ -102,23 +102,20 @@ def _load(tensors, tile, ring, step):
 @gluon.jit
 def _add_dq(tensors, ds_ring, kv, row):
     """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
-    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
-    HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
-    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    COLUMNS: gl.constexpr = kv.k.shape[4]
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
-    # with few registers take COLUMNS of the columns at a time.
+    k = matrix(kv.k.index(0))
+    tma.store_wait(0)  # dQ's buffer is free: TMA has read the last step's dQ while this step was computed
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
     for part in gl.static_range(PARTS):
-        ds_t = ds_ring.ds.index(0).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
-        k = matrix(kv.k.index(0)).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+        ds_t = ds_ring.ds.index(0).slice(part * 64, 64, dim=1)
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)  # dS K
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
-        tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
         async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
@@ -218,8 +215,10 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -260,7 +259,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = head_dim  # dQ leaves a CTA in parts of 64 rows and, here, all columns: at most 32 registers per thread
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
@@ -270,12 +268,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     )  # fmt: skip
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 128), describe_tile(v, 128), describe_tile(grad_out, block_m),
-        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
+        describe_rows(stats, 2), describe_rows(sums, 64 * head_dim // SUM_COLUMNS),
         describe_tile(dk, 128), describe_tile(dv, 128), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8, maxnreg=168,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8, maxnreg=168,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m,
     )  # fmt: skip
     return dq, dk, dv

@@ -14,7 +14,6 @@ from common.kernels.order import tile_and_head
 class Problem(NamedTuple):
     """Sizes that all work tiles share."""
 
-    batch_heads: tl.tensor  # B * H
     heads: tl.tensor
     heads_per_kv: tl.tensor
     tiles_m: tl.tensor  # number of query tiles of a head
@@ -43,13 +42,10 @@ def _key_tiles(end_m, problem, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _tile(number, problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the work tile whose number is `number`."""
-    tile, batch_head = tile_and_head(
-        problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
-        program=number, programs=problem.batch_heads * problem.tiles_m,
-    )  # fmt: skip
-    start_m = (problem.tiles_m - 1 - tile) * BLOCK_M
+def _tile(problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the work tile of this CTA."""
+    tile, batch_head = tile_and_head(problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = (problem.tiles_m - 1 - tile) * BLOCK_M  # last rows see the most keys, so their tile is tile 0 and starts first
     key_tiles = _key_tiles(start_m + BLOCK_M, problem, BLOCK_N, CAUSAL)
     head = batch_head % problem.heads
     return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, key_tiles)

@@ -75,7 +75,7 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     # Each role computes its tile itself, so that a CTA with several tiles can have its roles at different tiles.
-    tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    tile = _tile(problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
@@ -107,7 +107,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
-    tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    tile = _tile(problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + w * ROWS
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     # A consumer that ends early never releases the CTA's last tiles. No load needs their slots: they are at most STAGES tiles.
@@ -134,10 +134,10 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def _forward_kernel(
     q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own slot
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, lse_ptr)
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
+    problem = Problem(heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
@@ -211,7 +211,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64),
-        lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        lse, scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
         STAGES=shape.kv_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip

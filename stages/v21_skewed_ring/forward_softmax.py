@@ -73,7 +73,7 @@ def _accumulate(acc, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl
 
     fill += 1
     slot = wait_full(ring.full, fill)
-    # NOTE: this consumer does nothing during its last P V; v22 stores LSE meanwhile.
+    # NOTE: this consumer does nothing during its last P V; v23 stores LSE meanwhile.
     acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
     acc = warpgroup_mma_wait(0, [acc])
     return acc, m, l

@@ -1,4 +1,4 @@
-"""In both passes, a consumer starts two matmuls before it waits."""
+"""In both passes, a consumer computes while its matmuls are in flight."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -15,7 +15,6 @@ from common.kernels.order import tile_and_head
 class Problem(NamedTuple):
     """Sizes that all work tiles share."""
 
-    batch_heads: tl.tensor  # B * H
     heads: tl.tensor
     heads_per_kv: tl.tensor
     tiles_m: tl.tensor  # number of query tiles of a head
@@ -44,12 +43,9 @@ def _key_tiles(end_m, problem, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _tile(number, problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the work tile whose number is `number`."""
-    tile, batch_head = tile_and_head(
-        problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
-        program=number, programs=problem.batch_heads * problem.tiles_m,
-    )  # fmt: skip
+def _tile(problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the work tile of this CTA."""
+    tile, batch_head = tile_and_head(problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL)
     # Start `diagonal % ROWS` rows early, so that start_m + diagonal is a multiple of ROWS. Then a consumer's diagonal lies in
     # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
     # mask, `diagonal` is 0.)

@@ -1,4 +1,8 @@
-"""The backward: it calls the backward of the track that suits the head dimension."""
+"""The backward of the track that suits the head dimension.
+
+- "wide" has kernels for D or Dv = 256, where dK and dV of 128 keys do not fit in registers, and v26 falls back to v6.
+- "shortbwd" has v26's kernel for all smaller ones, changed for short sequences and for few K/V heads.
+"""
 
 from common.kernels.hopper import require_hopper
 from stages.shortbwd8_split_heads.backward import backward as backward_of_shortbwd

@@ -1,4 +1,11 @@
-"""The forward: it calls the forward of the track that suits the problem."""
+"""The forward of the track that has the least expected time for a problem. No kernel is the fastest for all problems.
+
+The kernels are in the tracks, which branch off v26. Each track has v26's kernels, changed for one kind of problem:
+
+- "decode" for few queries: it packs the query heads of a K/V head into one tile, and CTAs split the keys.
+- "shortfwd" for short rows: CTAs take tiles in fixed strides, without a counter. It has a running maximum, as v26 has.
+- "guess" for long rows: it guesses each row's softmax maximum, so no step rescales the accumulator.
+"""
 
 from common.kernels.hopper import require_hopper
 from stages.decode9_even_waves.forward import forward as forward_of_decode

@@ -1,10 +1,11 @@
-"""The host's choice among forwards: few queries, a running maximum, or a guess."""
+"""The host's choice among forwards: the least expected time decides."""
 
 from typing import NamedTuple
 
 from common.kernels.order import busiest
 from common.layout import cdiv
 from common.runtime import num_sms
+from stages.decode9_even_waves.forward import cost_of as cost_of_decode
 from stages.decode9_even_waves.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
 from stages.guess8_early_start.forward_plan import is_short
@@ -19,19 +20,19 @@ class Times(NamedTuple):
     key_tile: float
 
 
-# By the larger of D and Dv, and the queries of a tile. Below 64, they are those of 64. On other GPUs, times differ, but less so
-# their ratios, which decide.
+# Times with a running maximum (`shortfwd`, `decode`) and with a guess, by the larger of D and Dv, and the queries of a tile.
+# Below 64, they are those of 64. On other GPUs, times differ, but less so their ratios, which decide.
 RUNNING = {
     (64, 256): Times(9.7, 1.7, 1.03), (64, 128): Times(9.5, 1.3, 1.07),
     (128, 128): Times(7.5, 1.5, 1.57), (256, 128): Times(8.2, 3.8, 1.43),
 }  # fmt: skip
 GUESS = {64: Times(15.1, 2.1, 0.84), 128: Times(12.9, 1.9, 0.73)}  # at D = 256, a guess gained at most 3 %
 SPLIT = {64: 1.1, 128: 1, 256: 0.88}  # time of split keys over what `decode` predicts; fitted to results/even-waves-h200.json
-PACKED = 0.98  # packed heads must take less than this fraction of the time, because `decode` has no short tiles
+PACKED = 0.98  # expected times omit short key tiles, which only `shortfwd` has; so packed heads must save 2 %
 
 
 class Chosen(NamedTuple):
-    """A track, and how its forward divides the work, which `choice` shows."""
+    """A track, and how its forward divides the work. Only `choice` reads the sizes, to tell users what runs."""
 
     track: str  # "decode", "shortfwd" or "guess"
     queries: int  # query rows of a tile
@@ -40,16 +41,15 @@ class Chosen(NamedTuple):
 
 
 def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, causal, diagonal) -> Chosen:
-    """Return the track whose forward is expected to be the fastest. All arguments are sizes; see `common.operator`.
+    """Return the track whose forward has the least expected time, out of those that suit the problem.
 
-    It is "decode" if query rows are few, or if query tiles are so few that CTAs split the keys. Otherwise, it is the track with
-    the least expected time: "shortfwd" (a running maximum), "decode" if it packs heads into tiles, or "guess" if its own rule
-    does not prefer a running maximum.
+    All arguments are sizes; see `common.operator`.
     """
     width, programs = max(head_dim, value_dim), num_sms()
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     plan = plan_of_decode(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs, causal)
     decode = Chosen("decode", plan.shape.queries, plan.tiles, plan.splits)
+    # With few rows or few tiles, only "decode" suits: the other tracks would leave consumers or SMs idle.
     if plan.few or plan.splits > 1 and plan.tiles < programs:
         return decode
 
@@ -60,17 +60,22 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
         )  # fmt: skip
         return times.launches + work
 
-    def choice(track, shape):
+    def unpacked(track, shape):
         return Chosen(track, shape.queries, cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, 1)
 
     least = max(width, 64)
     shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, width, programs)
-    choices = {choice("shortfwd", shape): time(shape, RUNNING[least, shape.queries])}
+    expected = {unpacked("shortfwd", shape): time(shape, RUNNING[least, shape.queries])}
+    # Without splits and packed heads, "decode" has nothing that "shortfwd" has not.
+    times = RUNNING[least, plan.shape.queries]
     if plan.splits > 1:
-        choices[decode] = RUNNING[least, plan.shape.queries].launches + SPLIT[least] * plan.microseconds
+        rows, key_tiles = min(seq_q * plan.packed, plan.shape.queries), cdiv(keys, plan.shape.keys)
+        cost = cost_of_decode(plan.splits, plan.tiles, key_tiles, rows, plan.shape.keys, head_dim + value_dim, programs)
+        expected[decode] = times.launches + SPLIT[least] * (cost / 30_000)  # a cost of 30,000 is a microsecond
     elif plan.packed > 1:
-        choices[decode] = time(plan.shape, RUNNING[least, plan.shape.queries], plan.packed) / PACKED
-    guess = choice("guess", TILES[width])
+        expected[decode] = time(plan.shape, times, plan.packed) / PACKED
+    # If rows are short, "guess" guesses nothing and has a running maximum, as "shortfwd" has.
+    guess = unpacked("guess", TILES[width])
     if least in GUESS and not is_short(guess.tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, programs):
-        choices[guess] = time(TILES[width], GUESS[least])
-    return min(choices, key=choices.get)
+        expected[guess] = time(TILES[width], GUESS[least])
+    return min(expected, key=expected.get)

@@ -1,12 +1,14 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with fixed tiles and tensor descriptors, for Hopper.
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors, for tiles that fit Hopper.
 
 A descriptor tells TMA where a tensor lies, so TMA computes the addresses of a tile and clips it at the tensor's end. Threads
-spend neither instructions nor registers on this.
+spend neither instructions nor registers on this, and registers limit the tiles: on Hopper, a tile of 128 x 128 at D = 128 takes
+203 registers per thread, but up to 254 of 255 with addresses in registers.
 
-The sizes and the place of a tile are explicit, to prepare the port to Gluon: its layouts and buffers depend on the sizes, and
-its loading and computing functions share a `Tile`. There, the warps of one program can overlap their work, so an SM needs no
-second program. A tile can then fill the registers of a Hopper SM, and K and V are read less often. It fits neither other GPUs,
-which raise an error, nor float32, which falls back. So all matmuls are in 16 bits, and no dot needs a precision.
+The tile sizes are fixed, to prepare the port to Gluon (v8): its layouts and buffers depend on them. Each tile fills the
+registers of a Hopper SM, so K and V are read less often. By itself, this is slower: an SM has room for only one program, and
+while its warps wait, no other program computes. In Gluon, the warps of one program can overlap their work. These tiles suit
+neither other GPUs, which raise an error, nor float32, which falls back to v6. So all matmuls are in 16 bits, and no dot needs a
+precision.
 """
 
 from typing import NamedTuple
@@ -17,10 +19,9 @@ import triton.language as tl
 
 from common.kernels.descriptors import describe
 from common.kernels.hopper import require_hopper
+from common.kernels.order import tile_and_head
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
-
-from .forward_scheduler import Problem, _tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -28,12 +29,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _accumulate(
     acc, m, l, q, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
-    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, q.shape[1])
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
         s = tl.dot(q, k.T)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             visible = offs_n[None, :] < seq_k
@@ -53,13 +54,16 @@ def _accumulate(
 @triton.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    batch_heads, heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
-    batch_head, batch, head, kv_head, start_m, key_tiles = _tile(tl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = (tiles_m - 1 - tile) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // heads_per_kv
     offs_m = start_m + tl.arange(0, BLOCK_M)
 
     q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
@@ -71,13 +75,15 @@ def _forward_kernel(
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
+    end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2, BLOCK_N, CAUSAL, False,
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, False,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, key_tiles * BLOCK_N, seq_k, offs_m + diagonal, scale_log2,
-        BLOCK_N, CAUSAL, True,
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m + diagonal, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, True,
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
@@ -120,7 +126,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
         describe(q, shape.queries, head_dim), describe(k, shape.keys, head_dim), describe(v, shape.keys, value_dim),
         describe(out, shape.queries, value_dim),
-        lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        lse, scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
         CAUSAL=causal, num_warps=shape.queries // 16, num_stages=shape.kv_slots,
     )  # fmt: skip

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from common.kernels.hopper import LOG2_E, describe_tile, matrix, new_barriers, per_row, require_hopper, wgmma_layout
+from common.kernels.order import tile_and_head
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_scheduler import Problem, _tile
 from .forward_softmax import _accumulate, _load
 
 
@@ -31,6 +32,26 @@ class Tensors(NamedTuple):
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
     lse: gl.tensor  # pointer to [B, H, Sq]
+
+
+class Problem(NamedTuple):
+    """Sizes that all work tiles share."""
+
+    seq_q: tl.tensor
+    seq_k: tl.tensor
+    diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: tl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: tl.tensor  # batch * H + head
+    batch: tl.tensor
+    head: tl.tensor
+    kv_head: tl.tensor
+    start_m: tl.tensor  # the tile's first query row
+    key_tiles: tl.tensor
 
 
 class Queries(NamedTuple):
@@ -84,15 +105,23 @@ def _consumer(tensors, queries, ring, tile, problem, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])  # compile once for all lengths
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = (tiles_m - 1 - number) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // heads_per_kv
+    end = gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
+    tile = Tile(batch_head, batch, head, kv_head, start_m, gl.cdiv(end, BLOCK_N))
+
     q_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
@@ -103,12 +132,11 @@ def _forward_kernel(
     q_full = new_barriers(1, 1)
     kv_full = new_barriers(STAGES, 1)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, lse_ptr)
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
+    problem = Problem(seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full)
-    tile = _tile(gl.program_id(0), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [tile.batch, tile.head, tile.start_m, 0], q_full.index(0), q_s.index(0))
+    tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(0), q_s.index(0))
     for fill in range(gl.minimum(tile.key_tiles, STAGES)):
         _load(tensors, tile, ring, fill)
     _consumer(tensors, queries, ring, tile, problem, CAUSAL)
@@ -148,7 +176,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
         describe_tile(q, shape.queries), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
         describe_tile(out, shape.queries),
-        lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        lse, scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
         STAGES=shape.kv_slots, CAUSAL=causal, num_warps=shape.queries // 16,
     )  # fmt: skip

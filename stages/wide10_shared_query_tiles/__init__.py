@@ -1,4 +1,4 @@
-"""At D = 256, several CTAs share a query tile's keys."""
+"""At D = 256, CTAs share query tiles to fill the GPU."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

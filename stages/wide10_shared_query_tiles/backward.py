@@ -122,12 +122,11 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
-    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64  # of a part, because this warpgroup has few registers
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
-    # with few registers take COLUMNS of the columns at a time.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -138,7 +137,7 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
         if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
         # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
@@ -220,11 +219,9 @@ def _producer(tensors, tile, kv, ring):
 @gluon.jit
 def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers."""
-    STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
@@ -237,11 +234,10 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     # it skips them. It only hands over dS = 0, because dQ's warpgroup waits for the dS of both.
     unseen = tile.unseen * w
     for step in range(unseen):
-        slot, phase = slot_and_phase(step, STAGES)
         # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
-        mbarrier.wait(ring.q_full.index(slot), phase)
-        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
-        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
+        slot = wait_full(ring.q_full, step)
+        wait_empty(ds_ring.empty, step)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, wgmma_layout(ROWS, BLOCK_M)))
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -262,11 +258,9 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
 @gluon.jit
 def _dq_consumer(tensors, tile, kv, ds_ring):
     """Run on a warpgroup: compute dQ from the consumers' dS, so that the consumers wait neither for dQ's matmul nor for TMA."""
-    STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     for step in range(tile.steps):
-        slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)
-        mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
+        slot = wait_full(ds_ring.full, step)  # dS was computed after K arrived
         _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 
@@ -275,8 +269,10 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -313,7 +309,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32, whose tiles take twice the space. Up to D = 128, it also falls back under
-    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order. At 256, CTAs then share no tiles.
+    `torch.use_deterministic_algorithms`, because key tiles add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -327,16 +323,19 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
-    tiles_n, query_tiles = triton.cdiv(seq_k, 64) * batch * kv_heads, triton.cdiv(seq_q, 128) * batch * heads
-    splits, query_splits, chunks, dq_sums, dk_sums, dv_sums = 1, 1, None, None, None, None
+    tiles_n = triton.cdiv(seq_k, 64) * batch * kv_heads
+    # With few K/V heads, key tiles leave SMs idle. So several CTAs share each, and add dK and dV in float32, in any order.
+    splits, chunks, dk_sums, dv_sums = 1, None, None, None
+    # With few queries, query tiles leave SMs idle. So several CTAs share the keys of each, and add their dQ.
+    query_tiles = triton.cdiv(seq_q, 128) * batch * heads
+    query_splits, dq_sums = 1, None
     if wide and not torch.are_deterministic_algorithms_enabled():
         splits = splits_of(tiles_n, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
         query_splits = query_splits_of(query_tiles, seq_q, seq_k, causal, diagonal, num_sms())
     if max(splits, query_splits) > 1:
-        # Accumulators of dQ if CTAs share query tiles, and of dK and dV if they share key tiles.
         rows_q, rows_k = tiles_m * 64 * (query_splits > 1), tiles_n * 64 * (splits > 1)
         sizes = rows_q * head_dim, rows_k * head_dim, rows_k * value_dim
-        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024
+        sums, chunks = lse.new_empty(sum(sizes)), sum(sizes) // 1024  # of 1024 elements; see `_prepare_kernel`
         dq_sums, dk_sums, dv_sums = (part if len(part) else None for part in sums.split(sizes))
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, chunks, heads, seq_q,
@@ -347,7 +346,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64),
             describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), dk_sums, dv_sums, scale,
             kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, splits if splits > 1 else None,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
+            BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         _wide_dq_kernel[query_tiles * query_splits,](
             describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64), stats,
@@ -356,10 +355,10 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         for sums, gradient in ((dq_sums, dq), (dk_sums, dk), (dv_sums, dv)):
-            if sums is not None:
+            if sums is not None:  # CTAs have added to it in float32; round it
                 columns = gradient.shape[3]
                 _finish_kernel[len(sums) // (64 * columns),](
-                    sums, gradient, *gradient.stride()[:3], 1.0, *gradient.shape[1:3], HEAD_DIM=columns, BLOCK_M=64, PARTS=1
+                    sums, gradient, *gradient.stride()[:3], 1.0, *gradient.shape[1:3], HEAD_DIM=columns, BLOCK_M=64
                 )
         return dq, dk, dv
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
@@ -367,9 +366,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m,
     )  # fmt: skip
     return dq, dk, dv

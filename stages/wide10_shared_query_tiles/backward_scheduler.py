@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     batch_head: tl.tensor  # batch * H + head
     heads_per_kv: tl.tensor  # number of query heads that share these keys
     start_n: tl.tensor  # the first key
-    keys: tl.tensor  # number of keys from start_n on; 0 masks all
+    keys: tl.tensor  # number of keys from start_n on
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: tl.tensor  # the first query tile that sees one of the keys
     tiles_m: tl.tensor  # number of query tiles of a head
@@ -60,7 +60,7 @@ def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.
         number, split, key_tiles = _tile_and_split(problem.splits)
     tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=key_tiles)
-    start_n = tile_n * BLOCK_N
+    start_n = tile_n * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
@@ -79,7 +79,7 @@ def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.
     steps = tiles * heads_per_kv
     if problem.splits is not None:
         begin, end, steps = _steps_of(split, problem.splits, steps)
-        keys = tl.where(begin < end, keys, 0)
+        keys = tl.where(begin < end, keys, 0)  # 0 masks all
     return Tile(
         batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
         start_n, keys, problem.diagonal, first, tiles_m, begin, steps, unseen * heads_per_kv, masked * heads_per_kv,
@@ -93,8 +93,8 @@ def _query_tile(step, tile, HEADS_FIRST: tl.constexpr = False):
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head. So each head's
     first query tiles, which may need a mask, come before all others.
 
-    With HEADS_FIRST, they take all query tiles of one head, then those of the next head. So the CTAs that share a key tile use
-    few heads at a time, whose Q and dO stay in the L2 cache.
+    With HEADS_FIRST, they take all query tiles of one head, then those of the next head. So CTAs that share a key tile divide
+    its heads first, and use fewer heads at a time, whose Q and dO stay in the L2 cache.
     """
     shared = step % tile.heads_per_kv
     # NOTE: CTAs that run at the same time begin at different query tiles; in groups1 they read the same tiles.

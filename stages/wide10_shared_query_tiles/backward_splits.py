@@ -1,4 +1,7 @@
-"""Splits: several CTAs share the steps of a key tile or a query tile, and add their dK and dV, or their dQ."""
+"""Splits: with few K/V heads, key tiles leave SMs idle. So several CTAs share a key tile's steps, and add their dK and dV.
+
+With few queries, query tiles leave SMs idle, and a CTA alone would go through all keys. So CTAs share these, and add their dQ.
+"""
 
 import triton
 import triton.language as tl
@@ -66,8 +69,8 @@ def _steps_of(split, splits, steps):
 @gluon.jit
 def _store_or_add(gradient, sums, desc, buffer, batch, head, heads, start, seq):
     """Store 64 rows of a gradient from their buffer in shared memory. If CTAs share tiles, add them to the accumulator instead,
-    which has a block for each 64 of a head's `seq` rows. In register order, an instruction adds four consecutive elements of
-    each thread."""
+    which has a block for each 64 of a head's `seq` rows. In register order (see `_finish_kernel`), an instruction adds four
+    consecutive elements of each thread."""
     if sums is None:
         matrix(buffer).store(gradient.to(buffer.dtype))
         fence_async_shared()
@@ -75,7 +78,7 @@ def _store_or_add(gradient, sums, desc, buffer, batch, head, heads, start, seq):
         tma.store_wait(0)
     else:
         COLUMNS: gl.constexpr = gradient.shape[1]
-        ordered = gradient.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([ROWS * COLUMNS])
+        ordered = gradient.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * COLUMNS])
         block = (batch * heads + head) * gl.cdiv(seq, ROWS) + start // ROWS
         offs = gl.arange(0, ROWS * COLUMNS, ordered.type.layout)
         if start < seq:  # the last query tile may have only 64 rows

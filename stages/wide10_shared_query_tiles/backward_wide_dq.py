@@ -52,9 +52,9 @@ class QueryTile(NamedTuple):
     head: gl.tensor
     batch_head: gl.tensor  # batch * H + head
     start_m: gl.tensor  # the first row
-    begin: gl.tensor  # the first key tile
-    end: gl.tensor  # the end of the key tiles
-    steps: gl.tensor  # number of key tiles, at least 1
+    begin: gl.tensor  # this CTA's first key tile
+    end: gl.tensor  # the end of its key tiles
+    steps: gl.tensor  # number of key tiles, at least one; see `_steps_of`
 
 
 class Queries(NamedTuple):
@@ -122,7 +122,8 @@ def _row_stats(tensors, tile, problem, start_m, BLOCK_M: gl.constexpr, layout: g
     seen_to = problem.seq_k + gl.zeros([BLOCK_M], gl.int32, layout)
     if CAUSAL:
         seen_to = gl.minimum(seen_to, offs_m + problem.diagonal + 1)
-    seen_to = gl.minimum(seen_to, tile.end * ROWS)
+    if problem.splits is not None:  # masks the step of a CTA that has none of its own
+        seen_to = gl.minimum(seen_to, tile.end * ROWS)
     return RowStats(lse_log2, delta, seen_to)
 
 
@@ -188,7 +189,8 @@ def _query_consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUS
     unseen = 0  # number of those first steps
     if CAUSAL:
         unseen = gl.maximum(tile.begin + tile.steps - gl.cdiv(start_m + ROWS + problem.diagonal, ROWS), 0)
-        unseen = gl.minimum(unseen, tile.steps - 1)  # if these rows see none of the keys, the last step is masked
+        if problem.splits is not None:
+            unseen = gl.minimum(unseen, tile.steps - 1)  # if these rows see none of the keys, the last step is masked
     stats = _row_stats(tensors, tile, problem, start_m, ROWS, gl.SliceLayout(1, s_layout), CAUSAL)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, dq_layout)
     q = matrix(queries.q.index(w))

@@ -35,18 +35,18 @@ def _prepare_kernel(
 @triton.jit(do_not_specialize=["heads", "seq_q"])
 def _finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Multiply dQ's accumulator by the scale, round it, and store it as dQ. The accumulator lies in the order of a warpgroup's
-    registers. Its dimensions, from the outermost to the innermost, are blocks of 64 rows, PARTS blocks of columns, 4 warps,
-    groups of 8 columns, 8 x 4 threads, the 2 halves of a warp's 16 rows, and 2 neighbouring columns."""
+    registers. Its dimensions, from the outermost to the innermost, are blocks of 64 rows, groups of 8 columns, 4 warps,
+    8 x 4 threads, the 2 halves of a warp's 16 rows, and 2 neighbouring columns."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m
     sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
-    dq = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
-    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7).reshape(BLOCK_M, HEAD_DIM)
+    dq = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 64, HEAD_DIM // 8, 4, 8, 4, 2, 2)
+    dq = dq.permute(0, 2, 5, 3, 1, 4, 6).reshape(BLOCK_M, HEAD_DIM)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
     dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)

@@ -87,7 +87,7 @@ def _wide_add_dq(tensors, ds_s, dq_s, k, row):
     for part in gl.static_range(PARTS):
         dq = warpgroup_mma(ds_s.permute([1, 0]), k.slice(part * COLUMNS, COLUMNS, dim=1), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])  # in the order of the registers
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])  # in the order of the registers
         tma.store_wait(0)
         dq_s.store(dq.reshape(dq_s.shape))
         fence_async_shared()
@@ -147,8 +147,10 @@ def _wide_consumer(tensors, tile, kv, ring, ds_s, dq_s, problem, GRADIENT: gl.co
 def _wide_dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)

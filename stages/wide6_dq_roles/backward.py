@@ -120,12 +120,11 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
-    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64  # of a part, because this warpgroup has few registers
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = wgmma_layout(ROWS, COLUMNS)
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows. Warps
-    # with few registers take COLUMNS of the columns at a time.
+    # A part has 64 rows, as many as a warpgroup's matmul, because the order of the registers repeats every 64 rows.
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -136,7 +135,7 @@ def _add_dq(tensors, ds_ring, slot, kv, row):
         if part == PARTS - 1:  # all parts have read dS
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
         # In the order of the registers, a warp writes 512 consecutive bytes. Rows would put several threads on the same bank.
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)  # the part's buffer is free; TMA may still read the other parts
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
@@ -218,11 +217,9 @@ def _producer(tensors, tile, kv, ring):
 @gluon.jit
 def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers."""
-    STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
     dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
@@ -235,11 +232,10 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     # it skips them. It only hands over dS = 0, because dQ's warpgroup waits for the dS of both.
     unseen = tile.unseen * w
     for step in range(unseen):
-        slot, phase = slot_and_phase(step, STAGES)
         # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
-        mbarrier.wait(ring.q_full.index(slot), phase)
-        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
-        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
+        slot = wait_full(ring.q_full, step)
+        wait_empty(ds_ring.empty, step)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, wgmma_layout(ROWS, BLOCK_M)))
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -260,11 +256,9 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
 @gluon.jit
 def _dq_consumer(tensors, tile, kv, ds_ring):
     """Run on a warpgroup: compute dQ from the consumers' dS, so that the consumers wait neither for dQ's matmul nor for TMA."""
-    STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     for step in range(tile.steps):
-        slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)
-        mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
+        slot = wait_full(ds_ring.full, step)  # dS was computed after K arrived
         _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 
@@ -273,8 +267,10 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -334,7 +330,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64),
             describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,
             kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
+            BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         _wide_dq_kernel[triton.cdiv(seq_q, 128) * batch * heads,](
             describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64), stats,
@@ -347,9 +343,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
+        BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m,
     )  # fmt: skip
     return dq, dk, dv

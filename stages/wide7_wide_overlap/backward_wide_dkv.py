@@ -85,13 +85,13 @@ def _dkv_producer(tensors, tile, kv, ring):
 
 
 @gluon.jit
-def _compute_p_t(s_t, tile, ring, p_ring, step, scale_log2, seen_from):
+def _compute_p_t(s_t, tile, ring, p_ring, step, problem, seen_from):
     """Return a step's P, transposed and rounded, from its scores. Also store P for the other consumer."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
     slot, _ = slot_and_phase(step, ring.q.shape[0])
     lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
-    p_t = s_t * scale_log2 - lse_log2
+    p_t = s_t * (problem.scale * LOG2_E) - lse_log2
     _, number, _ = _query_tile(step, tile)
     offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
     p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
@@ -119,7 +119,7 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
     s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     for step in range(tile.steps - 1):
-        p_t = _compute_p_t(s_t, tile, ring, p_ring, step, problem.scale * LOG2_E, seen_from)
+        p_t = _compute_p_t(s_t, tile, ring, p_ring, step, problem, seen_from)
         # The matmul for dV and the next S run back to back, so that the tensor cores do not idle while this consumer waits for
         # one and starts the other. The matmul for dV is first, because the producer waits for it to refill the slot.
         do = matrix(ring.do.index(wait_full(ring.do_full, step)))
@@ -129,7 +129,7 @@ def _dv_consumer(tensors, tile, kv, ring, p_ring, problem, CAUSAL: gl.constexpr)
         dv = warpgroup_mma_wait(1, [dv])
         signal(ring.empty, step)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-    p_t = _compute_p_t(s_t, tile, ring, p_ring, tile.steps - 1, problem.scale * LOG2_E, seen_from)
+    p_t = _compute_p_t(s_t, tile, ring, p_ring, tile.steps - 1, problem, seen_from)
     do = matrix(ring.do.index(wait_full(ring.do_full, tile.steps - 1)))
     dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
     dv = warpgroup_mma_wait(0, [dv])
@@ -193,8 +193,10 @@ def _dk_consumer(tensors, tile, kv, ring, p_ring, problem):
 def _wide_dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
+    VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)

@@ -8,15 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.order import busiest, l2_share, mean_keys, tile_and_head
+from common.kernels.order import busiest, l2_budget, mean_keys, tile_and_head
 from common.runtime import DEVICE
 
 TILES, HEADS, SEQ, ROW_BYTES = 5, 7, 1000, 256
 
 
 @triton.jit
-def _record_kernel(taken_ptr, tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr):
-    tile, head = tile_and_head(tiles, seq, ROW_BYTES, CAUSAL, L2_SHARE)
+def _record_kernel(taken_ptr, tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, BUDGET: tl.constexpr):
+    tile, head = tile_and_head(tiles, seq, ROW_BYTES, CAUSAL, BUDGET)
     tl.store(taken_ptr + 2 * tl.program_id(0), tile)
     tl.store(taken_ptr + 2 * tl.program_id(0) + 1, head)
 
@@ -52,7 +52,7 @@ def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
 
 
 def test_a_group_takes_a_third_of_the_l2_cache_or_less():
-    shares = {mib: l2_share(mib * 2**20) // 2**20 for mib in (40, 50, 60, 126)}  # of an A100, H100, H200 and B200
+    shares = {mib: l2_budget(mib * 2**20) // 2**20 for mib in (40, 50, 60, 126)}  # of an A100, H100, H200 and B200
     assert shares == {40: 8, 50: 16, 60: 16, 126: 32}
 
 

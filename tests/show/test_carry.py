@@ -219,11 +219,11 @@ def test_refusals(capsys):
 def test_every_later_stage_gets_an_edit_of_the_first_prepare_kernel(monkeypatch):
     """The real stages: a mend of the oldest `_prepare_kernel` of its kind reaches all copies, and changes nothing else."""
     monkeypatch.undo()
-    line = "    batch = batch_head // heads\n"
+    line = "    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)\n"
     before = {name: carry.present(name) for name in stages.names()}
     have = [name for name in before if "def _prepare_kernel(" in before[name].get("backward_prepare.py", "")]
     source = have[0]
-    mended = before | {name: edited(before[name], line, line.replace("//", "*")) for name in have}
+    mended = before | {name: edited(before[name], line, line.replace("*", "+")) for name in have}
     after = {source: mended[source]}
     assert len(list(carry.walk(source, before, after))) == len(carry.descendants(source)) >= len(have) - 1 > 20
     assert after == {name: mended[name] for name in after}

@@ -68,7 +68,7 @@ def test_offsets_of_dq(name, launch, huge):
     dq = huge(3 * 64 * stride + head_dim, torch.float16)
     sums[-block_m * head_dim :] = 3.0
     kernel = names_in(name, "backward")["_finish_kernel"]
-    sizes = {"HEAD_DIM": head_dim, "BLOCK_M": block_m, "PARTS": 1}
+    sizes = {"HEAD_DIM": head_dim, "BLOCK_M": block_m}
     others = dict.fromkeys({*kernel.arg_names[8:]} - {*sizes})  # a stage may have arguments for dK and dV; None: no work
     launch(kernel, tile, sums, dq, stride, stride, stride, 0.5, heads, seq_q, **sizes, **others)
     assert (dq[-head_dim:] == 1.5).all()

@@ -52,7 +52,7 @@ def split(request, monkeypatch):
 
 
 def divides_heads(name):
-    """Return whether a stage's CTAs first divide the query heads that share a key tile."""
+    """Return whether a stage's CTAs first divide the query heads of a key tile."""
     return "shares" in names_in(name, "backward")["Problem"]._fields
 
 

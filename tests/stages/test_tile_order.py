@@ -36,7 +36,7 @@ ORDERED = ordering("forward")
 
 
 def set_share(monkeypatch, function, share):
-    """Set the default of a function's `L2_SHARE`."""
+    """Set the default of a function's `BUDGET`."""
     for ordered in (function.rewrite(), gluon._translated(function.fn)):  # one for each interpreter
         monkeypatch.setattr(ordered, "__defaults__", (share, *ordered.__defaults__[1:]))
 

@@ -7,7 +7,6 @@ from .backward import backward
 from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
-WAS = "v51_first_store"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.

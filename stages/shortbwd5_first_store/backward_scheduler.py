@@ -15,7 +15,6 @@ from common.kernels.hopper import ROWS, slot_and_phase
 from common.kernels.order import heads_of_group, tile_and_head
 
 CONSUMERS = tl.constexpr(2)
-APART = tl.constexpr(32)  # without a mask, CTAs of a head start fewer steps apart than this, to share tiles in the L2 cache
 
 
 class Problem(NamedTuple):
@@ -43,7 +42,6 @@ class Tile(NamedTuple):
     keys: tl.tensor  # number of keys from start_n on
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: tl.tensor  # the first query tile that sees one of the keys
-    entry: tl.tensor  # the step at which this CTA enters the order of query tiles; see `_query_tile`
     rising: tl.tensor  # number of query tiles in rising order; the others come after them, the last one first
     tiles_m: tl.tensor  # number of query tiles of a head
     steps: tl.tensor  # number of query tiles from `first` on, of all these query heads
@@ -67,7 +65,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tiles_n = tl.cdiv(problem.seq_k, BLOCK_N)
     tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
-    start_n = tile_n * BLOCK_N
+    start_n = tile_n * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
@@ -94,16 +92,10 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         waves = tl.cdiv(group, problem.num_sms)  # number of waves of a group
         wave = number // group * waves + number % group // problem.num_sms  # number of earlier waves, of all groups
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
-    # CTAs that run at the same time should seldom meet at a query tile. Additions to dQ alone need no order. But at the
-    # end of this track, the first CTA there stores its dQ, and CTAs that come meanwhile wait for the store before they add
-    # theirs. A causal mask keeps most CTAs apart, because each starts at its diagonal. Without a mask, `entry` does.
-    entry = 0
-    if not CAUSAL:
-        entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)
     kv_head = batch_head % problem.kv_heads
     return Tile(
         batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
-        start_n, problem.seq_k - start_n, problem.diagonal, first, entry, rising, tiles_m,
+        start_n, problem.seq_k - start_n, problem.diagonal, first, rising, tiles_m,
         tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
     )  # fmt: skip
 
@@ -113,14 +105,9 @@ def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head. The first
-    `rising` query tiles come in rising order, then the others, the last one first. A CTA enters this order at `entry`, and
-    takes the steps before `entry` last.
+    `rising` query tiles come in rising order, then the others, the last one first.
     """
-    step += tile.entry
-    step = tl.where(step < tile.steps, step, step - tile.steps)
-    # CTAs that take the same query tiles at the same time, to share them in the L2 cache, start at different heads. So they
-    # seldom meet, and no CTA is the first at all heads of a query tile.
-    shared = (step + tile.start_n // (CONSUMERS * ROWS)) % tile.heads_per_kv
+    shared = step % tile.heads_per_kv
     done = step // tile.heads_per_kv
     number = tl.where(done < tile.rising, tile.first + done, tile.tiles_m - 1 + tile.rising - done)
     return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number

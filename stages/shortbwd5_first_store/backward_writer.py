@@ -6,9 +6,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from common.kernels.hopper import async_reduce_add, slot_and_phase
+from common.kernels.hopper import (
+    async_reduce_add,
+    fence_async_global,
+    fetch_add,
+    flag_wait,
+    slot_and_phase,
+    stored_wait,
+)
 
 from .backward_scheduler import _next, _query_tile, _tile
+
+STORED = gl.constexpr(2**30)  # added to a query tile's number of tickets when its first contribution is in memory
 
 
 class DqParts(NamedTuple):
@@ -20,11 +29,25 @@ class DqParts(NamedTuple):
 
 
 @gluon.jit
-def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on one warp: let TMA add each step's dQ to the accumulator, and release the parts that TMA has read.
+def _take_ticket(tickets_ptr, row):
+    """Take a ticket for query tile `row`, and return whether it is the tile's first. If not, wait until the first contribution
+    is in memory."""
+    before = fetch_add(tickets_ptr + row, 1)
+    if before > 0:
+        # NOTE: CTAs that start at the same query tile wait here; shortbwd6 keeps them apart.
+        if before < STORED:
+            flag_wait(tickets_ptr + row, STORED)
+        fence_async_global()
+    return before == 0
 
-    This prepares shortbwd6, where an addition may have to wait for another CTA. If dQ's warpgroup waited there itself, its
-    matmuls would stop at once. While this warp waits, dQ's warpgroup computes until no part's buffer is free.
+
+@gluon.jit
+def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on one warp: let TMA store each step's dQ in the accumulator, or add it if another CTA was first at the query tile.
+    So the accumulator needs no zeros, which would go to memory and come back with the first addition.
+
+    No deadlock: CTAs wait only for the CTA that has a query tile's first ticket. That CTA is running, and takes its next ticket
+    only after its store is in memory. So it waits for no other CTA meanwhile.
     """
     BLOCK_M: gl.constexpr = tensors.q.block_shape[2]
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[3]
@@ -41,14 +64,21 @@ def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr,
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         for step in range(tile.steps):
             _, _, row = _query_tile(step, tile)
+            is_first = _take_ticket(tensors.tickets, row)
             _, phase = slot_and_phase(fill + step, 1)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(dq_parts.full.index(part), phase)
                 where = [(row * PARTS + part) * SUM_ROWS, 0]
-                async_reduce_add(tensors.sums, where, dq_parts.dq.index(part))
+                if is_first:
+                    tma.async_copy_shared_to_global(tensors.sums, where, dq_parts.dq.index(part))
+                else:
+                    async_reduce_add(tensors.sums, where, dq_parts.dq.index(part))
             for part in gl.static_range(PARTS):
                 tma.store_wait(PARTS - 1 - part)
                 mbarrier.arrive(dq_parts.empty.index(part), count=1)
+            if is_first:
+                stored_wait()
+                gl.atomic_add(tensors.tickets + row, STORED, sem="release")
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT, WARPS=1)
         turn += 1

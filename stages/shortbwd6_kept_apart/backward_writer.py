@@ -43,6 +43,7 @@ def _take_ticket(tickets_ptr, row):
 @gluon.jit
 def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: let TMA store each step's dQ in the accumulator, or add it if another CTA was first at the query tile.
+    So the accumulator needs no zeros, which would go to memory and come back with the first addition.
 
     No deadlock: CTAs wait only for the CTA that has a query tile's first ticket. That CTA is running, and takes its next ticket
     only after its store is in memory. So it waits for no other CTA meanwhile.

@@ -22,8 +22,8 @@ def _scores(q, ring, fill):
 def _sums(p):
     """Return four partial sums of each row of p, one per thread that holds part of the row.
 
-    The threads must exchange them to add them up. Only the tile's end needs whole row sums, for LSE and 1 / l. So this exchange
-    also waits for the end, where it runs during the last matmul.
+    To add them up, the threads must exchange them. But all four threads rescale by the same factor, and only the tile's end
+    needs whole row sums, for LSE and 1 / l. So one exchange at the end is enough, and no step of the loop has one.
     """
     # In wgmma's layout, each of a row's four threads holds 2 of every 8 columns.
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
@@ -44,7 +44,7 @@ def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
 def _accumulate(acc, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
     """Run a consumer's online softmax over `tiles` key tiles, the last tile first.
 
-    Returns acc, m (maximum) and l (sum). The matmul P V of the first tile, visited last, is still in flight.
+    Returns acc, m (maximum) and l (sum).
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -85,6 +85,7 @@ def _accumulate(acc, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl
 
     fill += 1
     slot = wait_full(ring.full, fill)
-    # While this matmul runs, the partial sums are added up here, and `_consumer` computes LSE and 1 / l.
+    # NOTE: this consumer does nothing during its last P V; v23 stores LSE meanwhile.
     acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
+    acc = warpgroup_mma_wait(0, [acc])
     return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))

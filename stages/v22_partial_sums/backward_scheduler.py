@@ -51,7 +51,7 @@ def _tile(problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.
     BLOCK_N: tl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(tl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL)
-    start_n = tile_n * BLOCK_N
+    start_n = tile_n * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer

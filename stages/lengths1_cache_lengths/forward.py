@@ -29,19 +29,7 @@ from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_merge import merge
-from .forward_scheduler import (
-    NextTiles,
-    Problem,
-    _key_tiles,
-    _next,
-    _pass_on,
-    _place,
-    _row,
-    _rows_before,
-    _share,
-    _start,
-    _tile,
-)
+from .forward_scheduler import NextTiles, Problem, _key, _key_tiles, _next, _pass_on, _place, _row, _rows_before, _share, _tile
 from .forward_softmax import _accumulate, _scores
 
 
@@ -94,10 +82,10 @@ def _load(tensors, tile, ring, fill, start_n, problem, K: gl.constexpr, V: gl.co
     slot = wait_empty(ring.empty, fill)
     mbarrier.expect(ring.full.index(slot), NBYTES)
     if K:
-        where = [tile.batch, tile.kv_head, _start(start_n, tile, problem, ring.k.shape[3]), 0]
+        where = [tile.batch, tile.kv_head, _key(start_n, tile, problem, ring.k.shape[3]), 0]
         tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     if V:
-        where = [tile.batch, tile.kv_head, _start(start_n + tile.step, tile, problem, ring.k.shape[3]), 0]
+        where = [tile.batch, tile.kv_head, _key(start_n + tile.step, tile, problem, ring.k.shape[3]), 0]
         tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
 
 
@@ -208,11 +196,11 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, tile.keys, tile.diagonal, BLOCK_N, PACKED, CAUSAL)
-        idle = False
-        if problem.is_split is not None or problem.few or problem.lengths is not None:  # few rows may be the first consumer's
-            seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
-            idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
-            seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
+        seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
+        # A consumer idles without rows, or if its rows see none of the split's keys. It leaves the tensor cores to the others,
+        # after one key tile whose result is not used.
+        idle = (seen <= 0) | (start_m >= problem.seq_q)
+        seen = gl.where(idle, 1, seen)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -258,16 +246,16 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, lengths_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, FEW: gl.constexpr, CAUSAL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
-    if v_desc.block_shape[3] == HEAD_DIM:
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
+    if VALUE_DIM == HEAD_DIM:
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + out_desc.block_shape, out_desc.layout)
@@ -276,9 +264,7 @@ def _forward_kernel(
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr)
     splits = 1 if part_ptr is None else splits  # a constant 1, which the compiler removes
-    problem = Problem(
-        batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr, lengths_ptr, FEW
-    )
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr, lengths_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: the producer first waits at `queries.empty`
@@ -314,24 +300,24 @@ class Shape(NamedTuple):
 
 
 # TILES and FEW_ROWS are indexed by the larger of D and Dv. No tuner chooses the tiles, because Gluon's layouts and buffers
-# depend on them. FEW_ROWS has shapes for few query rows: two consumers, because others would have no rows. Two consumers have
-# registers for longer key tiles, with which a consumer waits for fewer loads and matmuls.
+# depend on them. FEW_ROWS has shapes for few query rows: two consumers, because others would idle (see `plan`). Two consumers
+# have registers for longer key tiles, with which a consumer waits for fewer loads and matmuls.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
-FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores takes FEW_ROWS, not 256 rows (fitted on an H200)
+FEW_SQUARES = 8  # up to D = 64, the most squares of 128 x 128 scores per CTA of a small problem (fitted on an H200)
 # Constants of `splits_of`, fitted to times on an H200. results/constants-h200.json has the times of all numbers of splits.
 # `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
 CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
 ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
 MERGE = 75_000  # time of the merge's launch
-FEW_WAVES = 4  # without a mask, a last wave of more waves costs little; not measured
+FEW_WAVES = 4  # without a mask, keys are split up to this many waves: with more, an empty last one costs little (not measured)
 
 
 def cost_of(splits: int, tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> float:
-    """Return the predicted time of a number of splits; see `splits_of`."""
+    """Return the predicted time of a forward with this number of splits. The other arguments are those of `splits_of`."""
     turns = cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
     busy = tiles * splits / (turns * programs)  # fraction of the CTAs that have a tile
     key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)  # time to read it or to compute
@@ -352,7 +338,6 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
         width: number of elements of a key in K and V together.
         programs: number of CTAs that run at the same time.
     """
-
     # If the longest split has equally many key tiles for two numbers of splits, the larger number costs more. So skip it.
     costs, splits = {}, 1
     while splits <= min(key_tiles, programs):
@@ -371,22 +356,20 @@ class Plan(NamedTuple):
     tiles: int  # query tiles of all heads
     splits: int  # number of CTAs that share a query tile
     counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
-    few: bool  # whether rows are few
-    microseconds: float  # predicted time, without the first launch
+    few: bool  # whether rows are few, by which a caller may choose among stages
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs, causal=False, uneven=False) -> Plan:
-    """Return the plan of a forward with `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at once.
-
-    If the keys are `uneven`, sequences may have fewer keys.
-    """
+    """Return the plan of a forward with `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at once. If
+    keys are `uneven`, some sequences have fewer."""
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
-    # Tiles of 256 rows waste consumers in two cases. If 128 rows hold all packed rows of a K/V head, two consumers would have
-    # no rows. If squares are few, tiles of 256 rows are too few to keep all CTAs busy.
     squares = cdiv(seq_q * packed, 128) * cdiv(keys, 128) * batch * (heads // packed)
-    few = seq_q * packed <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
+    small = width <= 64 and squares <= FEW_SQUARES * programs
+    # Rows are few if tiles of 256 rows would leave consumers idle: two consumers of each tile, which would have no rows, or in
+    # small problems whole CTAs, because the tiles would be few.
+    few = seq_q * packed <= 128 or small
     shape = (FEW_ROWS if few else TILES)[width]
     if cdiv(seq_q * packed, shape.queries) == cdiv(seq_q, shape.queries) * packed:
         packed = 1  # packing would make no fewer tiles
@@ -394,21 +377,21 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     tiles_m = cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
     key_tiles = cdiv(keys, shape.keys)
-    # If tiles of many rows fill the GPU, a counter balances them better than splits would. But without a mask, all tiles take
-    # the same time. So if they come in few waves, the last wave may leave most SMs idle, and splits fill it.
+    # Without a mask, all tiles take the same time. If they come in few waves, the last wave may leave most SMs idle, and splits
+    # fill it. With a mask, tiles of many rows that fill the GPU are balanced better by a counter than by splits.
     splits = 1
-    sizes = tiles, key_tiles, min(seq_q * packed, shape.queries), shape.keys, head_dim + value_dim, programs
     if few or tiles < (programs if causal else FEW_WAVES * programs):
-        splits = splits_of(*sizes)
-    microseconds = cost_of(splits, *sizes) / 30_000
+        rows = min(seq_q * packed, shape.queries)
+        splits = splits_of(tiles, key_tiles, rows, shape.keys, head_dim + value_dim, programs)
     # Long key tiles do not suit a CTA that gets only one: its matmuls would start late. So two short key tiles replace it.
     if few and key_tiles <= splits and shape.keys > 64:
         shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
-    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: one tile per head, or splits.
-    # A mask may make several tiles of a head unequal. With few rows, a counter saves less time than its launch takes.
-    counted = not few and splits == 1 and tiles_m > 1 and tiles > programs
-    counted |= uneven and tiles * splits > programs
-    return Plan(shape, packed, tiles, splits, counted, few, microseconds)
+    # A counter gives no CTA less work if no CTA has a second tile, or if all tiles are equal: rows for one tile per head, or
+    # splits. A mask may make several tiles of a head unequal. But a small problem's tiles are so short that a counter would
+    # save less time than its launch takes.
+    counted = splits == 1 and seq_q * packed > shape.queries and tiles > programs and not small
+    counted |= uneven and tiles * splits > programs  # sequences with few keys leave a CTA time for more tiles
+    return Plan(shape, packed, tiles, splits, counted, few)
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None):
@@ -423,7 +406,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None):
         if q.dtype == torch.float32:
             raise TypeError("with cache_seqlens, q, k and v must be float16 or bfloat16, got torch.float32")
         causal = causal and q.shape[2] > 1  # a single query sees all keys
-        diagonal = 63 if causal else 0  # the diagonal with the most rows before query 0, for the number of query tiles
+        diagonal = 63 if causal else 0  # lengths give each sequence its own; here, the one with the most rows before query 0
     if q.dtype == torch.float32:  # exact float32 has no wgmma, and its tiles take twice the space
         return forward_of_v6(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
@@ -448,8 +431,8 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None):
         describe_tile(queries, *rows), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
         describe_tile(outputs, *rows), out_ptr, lses, parts, counter, lengths and lengths.keys, scale,
         batch * heads // packed, heads // packed, heads // kv_heads // packed, seq_q * packed, seq_k, diagonal, splits,
-        HEAD_DIM=head_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, FEW=planned.few, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
+        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     if splits > 1:
         merge(parts, lses, out, lse)

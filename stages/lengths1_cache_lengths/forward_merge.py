@@ -45,7 +45,7 @@ def _merge_kernel(
         acc = acc * gl.convert_layout(rescale, of_out)[:, None] + gl.sum(weight[:, :, None] * o, 1)
         m = m_new
     gl.store(lse_ptr + row, m + gl.log2(l) / LOG2_E, mask=row < rows)
-    out = acc / gl.convert_layout(gl.maximum(l, 1.0), of_out)[:, None]  # l >= 1, or 0 if a row sees no key
+    out = acc / gl.convert_layout(gl.maximum(l, 1.0), of_out)[:, None]  # l is at least 1, or 0 if the row sees no key
     row = gl.convert_layout(row, of_out)
     head = row // seq_q
     offs_o = (head // heads).to(gl.int64) * stride_ob + (head % heads).to(gl.int64) * stride_oh

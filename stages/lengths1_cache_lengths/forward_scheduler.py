@@ -28,8 +28,7 @@ class Problem(NamedTuple):
     scale: tl.tensor
     splits: tl.tensor  # number of parts into which the keys are split, so that few query tiles keep all CTAs busy
     is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
-    lengths: tl.tensor | None  # pointer to the sequences' numbers of keys, [B]; None if all sequences have seq_k keys
-    few: tl.constexpr  # whether query rows are few, so that a consumer may have none
+    lengths: tl.tensor | None  # pointer to the sequences' numbers of keys, [B]; None if each sequence has seq_k keys
 
 
 class Tile(NamedTuple):
@@ -44,7 +43,7 @@ class Tile(NamedTuple):
     split: tl.tensor  # number of this tile's split
     step: tl.tensor  # number of keys from the start of a key tile to the start of the split's next key tile
     keys: tl.tensor  # number of keys of the tile's sequence
-    diagonal: tl.tensor  # the diagonal of the tile's sequence
+    diagonal: tl.tensor  # diagonal of the tile's sequence
 
 
 class NextTiles(NamedTuple):
@@ -56,8 +55,8 @@ class NextTiles(NamedTuple):
 
 @triton.jit
 def _rows_before(diagonal, PACKED: tl.constexpr):
-    """Return how many rows before query 0 the first tile starts; see `_tile`. The diagonal may be negative."""
-    return (diagonal & (ROWS // PACKED - 1)) * PACKED
+    """Return how many rows before query 0 the first tile starts; see `_tile`."""
+    return (diagonal & (ROWS // PACKED - 1)) * PACKED  # & and not %, because a diagonal may be negative
 
 
 @triton.jit
@@ -86,10 +85,11 @@ def _key_tiles(end_m, keys, diagonal, BLOCK_N: tl.constexpr, PACKED: tl.constexp
 
 
 @triton.jit
-def _start(start_n, tile, problem, BLOCK_N: tl.constexpr):
-    """Return the first key that a key tile loads: start_n, or less for a sequence's last tile, which ends with the sequence.
+def _key(start_n, tile, problem, BLOCK_N: tl.constexpr):
+    """Return the coordinate in K and V of the first key that is loaded for the key tile at start_n.
 
-    So keys after the sequence's end are never read, and may be NaN. Before key 0, TMA fills in zeros.
+    With lengths, a sequence's last tile starts earlier, so that it ends with the sequence. Memory behind the sequence may hold
+    NaN, and 0 * NaN would be NaN in P V. Before key 0, TMA fills in zeros.
     """
     return start_n if problem.lengths is None else tl.minimum(start_n, tile.keys - BLOCK_N)
 
@@ -106,18 +106,18 @@ def _tile(
         problem.tiles_m, tl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,
     )  # fmt: skip
-    # Start early, so that start_m // PACKED + diagonal is a multiple of ROWS // PACKED. Then a consumer's diagonal lies in
-    # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
-    # mask, `diagonal` is 0.)
     batch = batch_head // problem.heads
     keys, diagonal = problem.seq_k, problem.diagonal
     if problem.lengths is not None:
         keys = tl.minimum(tl.maximum(tl.load(problem.lengths + batch), 0), problem.seq_k)
         diagonal = keys - problem.seq_q // PACKED if CAUSAL else 0  # the last query sees all keys
+    # Start early, so that start_m // PACKED + diagonal is a multiple of ROWS // PACKED. Then a consumer's diagonal lies in
+    # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
+    # mask, `diagonal` is 0.)
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(diagonal, PACKED)
     key_tiles = _key_tiles(start_m + BLOCK_M, keys, diagonal, BLOCK_N, PACKED, CAUSAL)
     if problem.lengths is not None:
-        key_tiles = tl.where(start_m < problem.seq_q, key_tiles, 0)  # the host allows for the most rows before query 0
+        key_tiles = tl.where(start_m < problem.seq_q, key_tiles, 0)  # `tiles_m` allows for the most rows before query 0
     if problem.is_split is not None or problem.lengths is not None:
         key_tiles = tl.maximum(_share(key_tiles, split, problem), 1)  # a split without key tiles loads a tile without using it
     step = BLOCK_N * problem.splits

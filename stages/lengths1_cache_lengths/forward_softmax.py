@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from common.kernels.hopper import ROWS, matrix, per_row, signal, slot_and_phase, wait_full, wgmma_layout
 
-from .forward_scheduler import _start
+from .forward_scheduler import _key
 
 
 @gluon.jit
@@ -24,8 +24,8 @@ def _scores(q, ring, fill):
 def _sums(p):
     """Return four partial sums of each row of p, one per thread that holds part of the row.
 
-    The threads must exchange them to add them up. Only the tile's end needs whole row sums, for LSE and 1 / l. So this exchange
-    also waits for the end, where it runs during the last matmul.
+    To add them up, the threads must exchange them. But all four threads rescale by the same factor, and only the tile's end
+    needs whole row sums, for LSE and 1 / l. So one exchange at the end is enough, and no step of the loop has one.
     """
     # In wgmma's layout, each of a row's four threads holds 2 of every 8 columns.
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
@@ -34,10 +34,11 @@ def _sums(p):
 @gluon.jit
 def _visible(s, start_n, tile, problem, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
-    offs_n = _start(start_n, tile, problem, s.shape[1]) + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    offs_n = _key(start_n, tile, problem, s.shape[1]) + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     if problem.lengths is None:
         visible = (offs_n < tile.keys)[None, :]
-    else:  # keys before start_n belong to the tile before. An idle consumer sees the last key, lest its maximum be -inf
+    else:
+        # Keys before start_n belong to the tile before. An idle consumer may see the last key, so that its maximum is finite.
         visible = (offs_n >= gl.minimum(start_n, tile.keys - 1))[None, :]
     if CAUSAL:
         last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED  # the last key that each row sees

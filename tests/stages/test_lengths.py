@@ -135,7 +135,7 @@ def test_queries_that_see_no_key_are_zero_beside_infinite_values(taking):
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts the bytes")
 def test_what_is_read_depends_on_the_lengths(taking):
-    """A tile reads only keys of its sequence. A sequence's last tile ends with the sequence, and so may overlap the tile before."""
+    """Tiles read only keys of their sequence. The last tile ends with the sequence, so it may overlap the tile before."""
     plan = names_in(taking.__name__.removeprefix("stages."))["plan"]
     shape = plan(len(EDGES), 2, 1, 1, CAPACITY, 0, 64, 64, 132).shape
     with interpreted_as(Device(num_sms=4)):  # as few programs as no sequence is split

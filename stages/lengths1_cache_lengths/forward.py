@@ -197,8 +197,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, tile.keys, tile.diagonal, BLOCK_N, PACKED, CAUSAL)
         seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
-        # A consumer idles without rows, or if its rows see none of the split's keys. It leaves the tensor cores to the others,
-        # after one key tile whose result is not used.
+        # With few queries, most consumers have no rows; and with split keys, rows may see no key of the split. Such a consumer
+        # idles: it leaves the tensor cores to the others, after one key tile whose result is not used.
         idle = (seen <= 0) | (start_m >= problem.seq_q)
         seen = gl.where(idle, 1, seen)
 

@@ -3,11 +3,9 @@
 Stand-ins replace the driver and the compiler. Each test starts a new process, because pytest's process may interpret kernels.
 """
 
-from inspect import signature
-
 import programs
 import pytest
-from cases import LONG, in_full
+from cases import LONG, in_full, taking_lengths
 
 import stages
 
@@ -392,7 +390,7 @@ except RuntimeError as error:
     )
 
 
-@pytest.mark.parametrize("stage", [name for name in REPLAYED if "lengths" in signature(stages.load(name).forward).parameters])
+@pytest.mark.parametrize("stage", taking_lengths())
 def test_a_replay_takes_the_lengths_of_its_call(stage):
     """A replay passes the address of the lengths on, and not the lengths of the recorded call."""
     run(

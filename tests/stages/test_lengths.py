@@ -1,12 +1,11 @@
 """Stages that take lengths on the device are right at every length, and never read what follows a sequence."""
 
-import inspect
 import itertools
 
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import LONG, available, make_inputs, names_in, once, set_names
+from cases import LONG, available, make_inputs, names_in, once, set_names, taking_lengths
 from problems import Layout
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,14 +18,13 @@ from common.measure.reference import assert_correct, plain, truth
 from common.operator import BOTTOM_RIGHT
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
-TAKING = [name for name in stages.names() if "lengths" in inspect.signature(stages.load(name).forward).parameters]
 CAPACITY = 300
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129, CAPACITY)  # tiles have 64 or 128 keys
 SCALE = 0.2
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=once(TAKING, "forward"))
+@pytest.fixture(params=once(taking_lengths(), "forward"))
 def taking(request):
     """A stage that takes lengths."""
     return available(request.param)
@@ -259,7 +257,7 @@ BAD = {
 @pytest.mark.parametrize("value, error, message", BAD.values(), ids=BAD.keys())
 def test_bad_lengths_are_refused(value, error, message):
     with pytest.raises(error, match=message):
-        stages.load(TAKING[0]).attention(**GOOD | {"cache_seqlens": value})
+        stages.load(taking_lengths()[0]).attention(**GOOD | {"cache_seqlens": value})
 
 
 def test_other_stages_refuse_lengths():

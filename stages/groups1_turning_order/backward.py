@@ -152,7 +152,6 @@ def _accumulate(
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
-    dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
         # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
@@ -173,7 +172,7 @@ def _accumulate(
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
         # Two matmuls in flight, as below, leave few registers. This wait takes no time, because none is in flight here. Without
         # it, the compiler spills more registers.
-        p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
+        p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(q.dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         # Two matmuls at once: dPᵀ first, because dS needs it. dV runs while the consumer waits for dS's slot and computes dS.
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
@@ -181,7 +180,7 @@ def _accumulate(
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - delta)).to(q.dtype)
         ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
@@ -219,10 +218,8 @@ def _consumer(tile, kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.cons
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
-    dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
-    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, wgmma_layout(ROWS, HEAD_DIM))
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, wgmma_layout(ROWS, VALUE_DIM))
     k = matrix(kv.k.index(w))
     v = matrix(kv.v.index(w))
     scale_log2 = problem.scale * LOG2_E
@@ -279,7 +276,6 @@ def _backward_kernel(
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
-    kv_full = new_barriers(1, 1)
     dk_full = new_barriers(CONSUMERS, 1)
     dv_full = new_barriers(CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
@@ -291,7 +287,7 @@ def _backward_kernel(
     tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
-    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
+    kv = KeysValues(k_s, v_s, new_barriers(1, 1), dk_full, dv_full)
     gl.warp_specialize(
         [(_consumer, (tile, kv, ring, ds_ring, problem, 0, CAUSAL)),
          (_consumer, (tile, kv, ring, ds_ring, problem, 1, CAUSAL)),

@@ -13,10 +13,8 @@ CAP = gl.constexpr(8.0)  # `l_capped`, which shows whether few keys dominate a r
 def _scores(q, ring, fill):
     """Start to compute the scores of a key tile, once its K has arrived."""
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot = wait_full(ring.full, fill)
-    k = matrix(ring.k.index(slot))
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, wgmma_layout(ROWS, BLOCK_N))
+    k = matrix(ring.k.index(wait_full(ring.full, fill)))
     return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
 
 
@@ -56,7 +54,6 @@ def _accumulate(
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
@@ -108,5 +105,5 @@ def _accumulate(
     slot = wait_full(ring.full, fill)
     # While this matmul runs, the partial sums are added up here, and `_consumer` computes LSE and 1 / l.
     acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
-    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    of_rows: gl.constexpr = gl.SliceLayout(1, wgmma_layout(ROWS, BLOCK_N))
     return acc, m, gl.convert_layout(gl.sum(l, 1), of_rows), gl.convert_layout(gl.sum(l_capped, 1), of_rows)

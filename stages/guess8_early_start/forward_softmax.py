@@ -13,16 +13,14 @@ CAP = gl.constexpr(8.0)  # `l_capped`, which shows whether few keys dominate a r
 def _scores_of(q, k):
     """Start to compute the scores of the keys `k`, which are [1, 1, keys, HEAD_DIM]."""
     KEYS: gl.constexpr = k.shape[2]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, KEYS)
-    no_s = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    no_s = gl.zeros([ROWS, KEYS], gl.float32, wgmma_layout(ROWS, KEYS))
     return warpgroup_mma(q, matrix(k).permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
 
 
 @gluon.jit
 def _scores(q, ring, fill):
     """Start to compute the scores of a key tile, once its K has arrived."""
-    slot = wait_full(ring.full, fill)
-    return _scores_of(q, ring.k.index(slot))
+    return _scores_of(q, ring.k.index(wait_full(ring.full, fill)))
 
 
 @gluon.jit
@@ -62,7 +60,6 @@ def _accumulate(
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     if MODE == "guess":
@@ -121,5 +118,5 @@ def _accumulate(
     slot = wait_full(ring.full, fill)
     # While this matmul runs, the partial sums are added up here, and `_consumer` computes LSE and 1 / l.
     acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
-    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    of_rows: gl.constexpr = gl.SliceLayout(1, wgmma_layout(ROWS, BLOCK_N))
     return acc, m, gl.convert_layout(gl.sum(l, 1), of_rows), gl.convert_layout(gl.sum(l_capped, 1), of_rows)

@@ -63,10 +63,9 @@ def _finish_kernel(
             blocks_n = tl.cdiv(seq_k, 128) * 2
             where = [block // blocks_n // kv_heads, block // blocks_n % kv_heads, block % blocks_n * 64, 0]
             dkv_sums_ptr += block.to(tl.int64) * 64 * (HEAD_DIM + VALUE_DIM)
-            dk = _rounded(dkv_sums_ptr, 1.0, dk_desc.dtype, 64, HEAD_DIM)
-            dk_desc.store(where, dk.reshape(1, 1, 64, HEAD_DIM))
-            dv = _rounded(dkv_sums_ptr + 64 * HEAD_DIM, 1.0, dv_desc.dtype, 64, VALUE_DIM)
-            dv_desc.store(where, dv.reshape(1, 1, 64, VALUE_DIM))
+            dk_desc.store(where, _rounded(dkv_sums_ptr, 1.0, dk_desc.dtype, 64, HEAD_DIM).reshape(1, 1, 64, HEAD_DIM))
+            dkv_sums_ptr += 64 * HEAD_DIM
+            dv_desc.store(where, _rounded(dkv_sums_ptr, 1.0, dv_desc.dtype, 64, VALUE_DIM).reshape(1, 1, 64, VALUE_DIM))
             return
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)

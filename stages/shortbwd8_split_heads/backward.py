@@ -86,9 +86,9 @@ class KeysValues(NamedTuple):
     k: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM]
     full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
-    dk_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dK is where K was, or added to its sum
-    dv_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dV is where V was, or added to its sum
-    sums: gl.tensor | None  # accumulators of dK and dV in global memory; None if each key tile has one CTA
+    dk_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dK is where K was
+    dv_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dV is where V was
+    sums: gl.tensor | None  # in global memory, to which consumers add dK and dV instead; None if each key tile has one CTA
 
 
 class Ring(NamedTuple):
@@ -164,7 +164,6 @@ def _accumulate(
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
-    dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
         # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
@@ -185,7 +184,7 @@ def _accumulate(
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
         # Two matmuls in flight, as below, leave few registers. This wait takes no time, because none is in flight here. Without
         # it, the compiler spills more registers.
-        p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
+        p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(q.dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         # Two matmuls at once: dPᵀ first, because dS needs it. dV runs while the consumer waits for dS's slot and computes dS.
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
@@ -193,7 +192,7 @@ def _accumulate(
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - delta)).to(q.dtype)
         ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
@@ -275,10 +274,8 @@ def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, 
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
-    dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
-    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, wgmma_layout(ROWS, HEAD_DIM))
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, wgmma_layout(ROWS, VALUE_DIM))
     kv_slot, kv_phase = slot_and_phase(turn, kv.full.shape[0])
     k = matrix(kv.k.index(kv_slot * CONSUMERS + w))
     v = matrix(kv.v.index(kv_slot * CONSUMERS + w))

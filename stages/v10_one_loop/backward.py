@@ -46,31 +46,30 @@ def _accumulate(
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
     transposed, so that they enter the matmuls for dV and dK from registers."""
-    batch, start_n, keys, diagonal, seq_q = tile.batch, tile.start_n, tile.keys, tile.diagonal, tile.seq_q
     if MASKED:
         # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
         offs_n = tl.arange(0, k.shape[0])
-        seen_from = tl.where(offs_n < keys, start_n + offs_n - diagonal if CAUSAL else 0, 2**30)
+        seen_from = tl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
         head, number, row = _query_tile(step, tile)
         start_m = number * BLOCK_M
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
+        q = q_desc.load([tile.batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        lse_log2 = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
+        lse_log2 = tl.load(lse_ptr + row + offs_m, mask=offs_m < tile.seq_q, other=float("inf")) * LOG2_E  # no query: p = 0
         p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
             p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
         p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits: P waits in registers until dS needs it, and dQ takes some, too
-        do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
+        do = do_desc.load([tile.batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t, do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+        delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < tile.seq_q, other=0.0)
         ds_t = (p_t.to(tl.float32) * (dp_t - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
         # NOTE: the compiler decides when to wait for a matmul and where its operands lie; v12 makes this explicit.
         dq = tl.dot(ds_t.T, k, input_precision=PRECISION)  # [BLOCK_M, HEAD_DIM]
-        sums_desc.atomic_add([batch, head, start_m, 0], dq.reshape(1, 1, BLOCK_M, HEAD_DIM))
+        sums_desc.atomic_add([tile.batch, head, start_m, 0], dq.reshape(1, 1, BLOCK_M, HEAD_DIM))
     return dk, dv
 
 
@@ -88,18 +87,16 @@ def _backward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _tile(problem, BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, CAUSAL)
-    batch, kv_head, start_n = tile.batch, tile.kv_head, tile.start_n
 
-    k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
-    v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
-    scale_log2 = scale * LOG2_E
+    k = k_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+    v = v_desc.load([tile.batch, tile.kv_head, tile.start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
+    scale_log2 = problem.scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # First come the query tiles that need a mask: those at the diagonal, or all if this key tile passes the last key. A key
-    # past the end must not enter dQ: its p may be infinite, and infinity times 0 is NaN. All later query tiles need no mask.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(
         dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, sums_desc, tile, 0, tile.masked, scale_log2,
         HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
@@ -109,9 +106,8 @@ def _backward_kernel(
         HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
     )  # fmt: skip
 
-    dk *= scale
-    dk_desc.store([batch, kv_head, start_n, 0], dk.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
-    dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
+    dk_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], (dk * scale).to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
+    dv_desc.store([tile.batch, tile.kv_head, tile.start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):

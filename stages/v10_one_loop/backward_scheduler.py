@@ -19,6 +19,7 @@ class Problem(NamedTuple):
     seq_q: tl.tensor
     seq_k: tl.tensor
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: tl.tensor
 
 
 class Tile(NamedTuple):

@@ -129,14 +129,12 @@ def _forward_kernel(
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, VALUE_DIM], out_desc.layout)
-    q_full = new_barriers(1, 1)
-    kv_full = new_barriers(STAGES, 1)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, lse_ptr)
     problem = Problem(seq_q, seq_k, diagonal, scale)
-    queries = Queries(q_s, o_s, q_full)
-    ring = Ring(k_s, v_s, kv_full)
-    mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(0), q_s.index(0))
+    queries = Queries(q_s, o_s, new_barriers(1, 1))
+    ring = Ring(k_s, v_s, new_barriers(STAGES, 1))
+    mbarrier.expect(queries.full.index(0), q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], queries.full.index(0), q_s.index(0))
     for fill in range(gl.minimum(tile.key_tiles, STAGES)):
         _load(tensors, tile, ring, fill)
     _consumer(tensors, queries, ring, tile, problem, CAUSAL)

@@ -9,12 +9,8 @@ from common.kernels.hopper import matrix, per_row, slot_and_phase, wait_full, wg
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
-    """Start to load a key tile's K and V into the next slot of the ring.
-
-    All warps must have read the slot's old tiles. No line waits for this: the compiler lets all warps meet before a copy.
-    """
-    STAGES: gl.constexpr = ring.k.shape[0]
-    slot, _ = slot_and_phase(fill, STAGES)
+    """Start to load a key tile's K and V into a free slot of the ring: the compiler lets all warps meet before it."""
+    slot, _ = slot_and_phase(fill, ring.k.shape[0])
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
     mbarrier.expect(ring.full.index(slot), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
@@ -26,10 +22,8 @@ def _scores(q, ring, fill):
     """Start to compute the scores of a key tile, once its K has arrived."""
     ROWS: gl.constexpr = q.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot = wait_full(ring.full, fill)
-    k = matrix(ring.k.index(slot))
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, wgmma_layout(ROWS, BLOCK_N))
+    k = matrix(ring.k.index(wait_full(ring.full, fill)))
     return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
 
 

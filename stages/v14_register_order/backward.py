@@ -89,8 +89,7 @@ class DsRing(NamedTuple):
 @gluon.jit
 def _load(tensors, tile, ring, step):
     """Start to load a step's Q and dO, with LSE and delta, into free buffers: the compiler lets all warps meet before it."""
-    STAGES: gl.constexpr = ring.q.shape[0]
-    slot, _ = slot_and_phase(step, STAGES)
+    slot, _ = slot_and_phase(step, ring.q.shape[0])
     head, number, row = _query_tile(step, tile)
     where = [tile.batch, head, number * ring.q.shape[3], 0]
     mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
@@ -134,7 +133,6 @@ def _accumulate(
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
-    dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
         # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
@@ -153,14 +151,14 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        p_t = gl.exp2(p_t).to(dtype)
+        p_t = gl.exp2(p_t).to(q.dtype)
         mbarrier.wait(ring.do_full.index(slot), phase)
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         dv = warpgroup_mma_wait(0, [dv])
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - delta)).to(q.dtype)
         ds_ring.ds.index(0).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
@@ -178,10 +176,8 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
-    dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
-    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, wgmma_layout(ROWS, HEAD_DIM))
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, wgmma_layout(ROWS, VALUE_DIM))
     k = matrix(kv.k.index(0))
     v = matrix(kv.v.index(0))
     scale_log2 = problem.scale * LOG2_E
@@ -219,19 +215,16 @@ def _backward_kernel(
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, BLOCK_M], ds_layout)
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
-    kv_full = new_barriers(1, 1)
-    q_full = new_barriers(STAGES, 1)
-    do_full = new_barriers(STAGES, 1)
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-    ring = Ring(q_s, do_s, stats_s, q_full, do_full)
+    ring = Ring(q_s, do_s, stats_s, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     ds_ring = DsRing(ds_s, dq_s)
-    kv = KeysValues(k_s, v_s, kv_full)
-    mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [tile.batch, tile.kv_head, tile.start_n, 0], kv_full.index(0), k_s.index(0))
-    tma.async_copy_global_to_shared(v_desc, [tile.batch, tile.kv_head, tile.start_n, 0], kv_full.index(0), v_s.index(0))
+    kv = KeysValues(k_s, v_s, new_barriers(1, 1))
+    mbarrier.expect(kv.full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [tile.batch, tile.kv_head, tile.start_n, 0], kv.full.index(0), k_s.index(0))
+    tma.async_copy_global_to_shared(v_desc, [tile.batch, tile.kv_head, tile.start_n, 0], kv.full.index(0), v_s.index(0))
     for step in range(gl.minimum(tile.steps, STAGES)):  # `_consumer` loads the other query tiles
         _load(tensors, tile, ring, step)
     _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL)

@@ -133,7 +133,6 @@ def _accumulate(
     s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_M)
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
-    dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
         # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
@@ -152,14 +151,14 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        p_t = gl.exp2(p_t).to(dtype)
+        p_t = gl.exp2(p_t).to(q.dtype)
         mbarrier.wait(ring.do_full.index(slot), phase)
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)  # dV += Pᵀ dO
         dv = warpgroup_mma_wait(0, [dv])
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dPᵀ = V dOᵀ
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - delta)).to(q.dtype)
         ds_ring.ds.index(0).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)  # dK += dSᵀ Q
@@ -187,10 +186,8 @@ def _consumer(tensors, tile, kv, ring, ds_ring, problem, CAUSAL: gl.constexpr):
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    dk_layout: gl.constexpr = wgmma_layout(ROWS, HEAD_DIM)
-    dv_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
-    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, wgmma_layout(ROWS, HEAD_DIM))
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, wgmma_layout(ROWS, VALUE_DIM))
     k = matrix(kv.k.index(0))
     v = matrix(kv.v.index(0))
     scale_log2 = problem.scale * LOG2_E
@@ -228,7 +225,6 @@ def _backward_kernel(
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [1, BLOCK_N, BLOCK_M], ds_layout)
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
-    kv_full = new_barriers(1, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, 1)
     do_full = new_barriers(STAGES, 1)
 
@@ -237,7 +233,7 @@ def _backward_kernel(
     tile = _tile(problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)  # a CTA has one tile, which all roles get
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s)
-    kv = KeysValues(k_s, v_s, kv_full)
+    kv = KeysValues(k_s, v_s, new_barriers(1, 1))
     gl.warp_specialize(
         [(_consumer, (tensors, tile, kv, ring, ds_ring, problem, CAUSAL)),
          (_producer, (tensors, tile, kv, ring))],

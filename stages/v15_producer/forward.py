@@ -131,11 +131,10 @@ def _forward_kernel(
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, VALUE_DIM], out_desc.layout)
-    q_full = new_barriers(1, 1)
     kv_full, kv_empty = new_ring(STAGES, 1, 1)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, lse_ptr)
     problem = Problem(heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
-    queries = Queries(q_s, o_s, q_full)
+    queries = Queries(q_s, o_s, new_barriers(1, 1))
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
     # at most 512. The producer keeps 24 per thread, and the consumers get the rest.

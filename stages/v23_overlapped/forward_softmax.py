@@ -11,10 +11,8 @@ from common.kernels.hopper import ROWS, matrix, per_row, signal, slot_and_phase,
 def _scores(q, ring, fill):
     """Start to compute the scores of a key tile, once its K has arrived."""
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot = wait_full(ring.full, fill)
-    k = matrix(ring.k.index(slot))
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, wgmma_layout(ROWS, BLOCK_N))
+    k = matrix(ring.k.index(wait_full(ring.full, fill)))
     return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)  # S = Q Kᵀ
 
 

@@ -24,8 +24,7 @@ def _hand_over(turns, w: gl.constexpr):
 def _scores(q, ring, turns, fill, w: gl.constexpr):
     """Start to compute the scores of a key tile, once its K has arrived and it is this consumer's turn."""
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, wgmma_layout(ROWS, BLOCK_N))
     slot = wait_full(ring.full, fill)
     _take_turn(turns, fill, w)
     k = matrix(ring.k.index(slot))

@@ -68,8 +68,8 @@ def _forward_kernel(
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
-    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
-    start_m = (tiles_m - 1 - tile) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
+    number, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = (tiles_m - 1 - number) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // heads_per_kv

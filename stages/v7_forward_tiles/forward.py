@@ -18,23 +18,21 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import describe
-from common.kernels.hopper import require_hopper
+from common.kernels.hopper import LOG2_E, require_hopper
 from common.kernels.order import tile_and_head
 from common.layout import empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _accumulate(
     acc, m, l, q, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, q.shape[1])
         s = tl.dot(q, k.T)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             visible = offs_n[None, :] < seq_k
@@ -59,8 +57,8 @@ def _forward_kernel(
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of one key's 16-bit K and V
-    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
-    start_m = (tiles_m - 1 - tile) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
+    number, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
+    start_m = (tiles_m - 1 - number) * BLOCK_M  # the last rows see the most keys, so their tile is tile 0 and starts first
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // heads_per_kv
@@ -78,13 +76,11 @@ def _forward_kernel(
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2,
-        HEAD_DIM, BLOCK_N, CAUSAL, False,
-    )  # fmt: skip
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2, BLOCK_N, CAUSAL, False
+    )
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m + diagonal, scale_log2,
-        HEAD_DIM, BLOCK_N, CAUSAL, True,
-    )  # fmt: skip
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m + diagonal, scale_log2, BLOCK_N, CAUSAL, True
+    )
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
     out_desc.store([batch, head, start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))

@@ -113,18 +113,15 @@ def _wide_consumer(tensors, tile, kv, ring, ds_s, dq_s, problem, GRADIENT: gl.co
         slot = wait_full(ring.q_full, step)
         q = matrix(ring.q.index(slot))
         # NOTE: each consumer computes S and P for itself; in wide2 one consumer passes P to the other.
-        s_t = warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-        lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
-        p_t = s_t * (problem.scale * LOG2_E) - lse_log2
+        s_t = warpgroup_mma_wait(0, [warpgroup_mma(matrix(kv.k), q.permute([1, 0]), zeros, use_acc=False, is_async=True)])
+        p_t = s_t * (problem.scale * LOG2_E) - ring.stats.index(slot).slice(0, 1).load(s_layout)  # minus log2(e) * LSE
         offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
         p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
         do = matrix(ring.do.index(wait_full(ring.do_full, step)))
         if GRADIENT == "dv":
             acc = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, acc, is_async=True)  # dV += Pᵀ dO
         else:
-            dp_t = warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-            dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
+            dp_t = warpgroup_mma_wait(0, [warpgroup_mma(matrix(kv.v), do.permute([1, 0]), zeros, use_acc=False, is_async=True)])
             delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
             ds_t = (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
             acc = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, acc, is_async=True)  # dK += dSᵀ Q
@@ -167,11 +164,9 @@ def _wide_dkv_kernel(
     kv = KeyTile(k_s, v_s, new_barriers(1, 1))
     ring = StepRing(q_s, do_s, stats_s, q_full, new_barriers(STAGES, 1), empty)
     gl.warp_specialize(
-        [
-            (_wide_consumer, (tensors, tile, kv, ring, ds_s, dq_s, problem, "dv", CAUSAL)),
-            (_wide_consumer, (tensors, tile, kv, ring, ds_s, dq_s, problem, "dk", CAUSAL)),
-            (_dkv_producer, (tensors, tile, kv, ring)),
-        ],
+        [(_wide_consumer, (tensors, tile, kv, ring, ds_s, dq_s, problem, "dv", CAUSAL)),
+         (_wide_consumer, (tensors, tile, kv, ring, ds_s, dq_s, problem, "dk", CAUSAL)),
+         (_dkv_producer, (tensors, tile, kv, ring))],
         [4, 1],
         [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
-    )
+    )  # fmt: skip

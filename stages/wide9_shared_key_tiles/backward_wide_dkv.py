@@ -212,11 +212,9 @@ def _wide_dkv_kernel(
     ring = StepRing(q_s, do_s, stats_s, q_full, new_barriers(STAGES, 1), empty)
     p_ring = PRing(p_s, p_full)
     gl.warp_specialize(
-        [
-            (_dv_consumer, (tensors, tile, kv, ring, p_ring, problem, CAUSAL)),
-            (_dk_consumer, (tensors, tile, kv, ring, p_ring, problem)),
-            (_dkv_producer, (tensors, tile, kv, ring)),
-        ],
+        [(_dv_consumer, (tensors, tile, kv, ring, p_ring, problem, CAUSAL)),
+         (_dk_consumer, (tensors, tile, kv, ring, p_ring, problem)),
+         (_dkv_producer, (tensors, tile, kv, ring))],
         [4, 1],
         [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
-    )
+    )  # fmt: skip

@@ -227,11 +227,9 @@ def _wide_dq_kernel(
     queries = Queries(q_s, do_s, full)
     ring = KeyRing(k_s, v_s, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
-        [
-            (_query_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
-            (_query_consumer, (tensors, tile, queries, ring, problem, 1, CAUSAL)),
-            (_dq_producer, (tensors, tile, queries, ring)),
-        ],
+        [(_query_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
+         (_query_consumer, (tensors, tile, queries, ring, problem, 1, CAUSAL)),
+         (_dq_producer, (tensors, tile, queries, ring))],
         [4, 1],
         [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
-    )
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,12 @@ from torch import Tensor
 from common.layout import addressable
 from common.recording import Recorded
 from common.runtime import DEVICE, INTERPRETED
+
+
+class Lengths(NamedTuple):
+    """Lengths of the sequences of a batch, as tensors on the device. The host never reads them."""
+
+    keys: Tensor  # [B], int32: the number of keys of each sequence, at the start of the sequence's part of k and v
 
 
 class Unavailable(RuntimeError):

@@ -1,6 +1,7 @@
 """Turn a stage into a PyTorch operator, with input checks and autograd."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from numbers import Real
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from common.entry import autocast_device, entry
+from common.entry import Lengths, autocast_device, entry
 from common.layout import empty_rows
 from common.runtime import DEVICE, INTERPRETED
 
@@ -24,6 +25,7 @@ OF_SDPA = {  # arguments of PyTorch's scaled_dot_product_attention that a user m
     "attn_mask": "attn_mask: not supported; there is only causal=True and causal='bottom-right'",
     "dropout_p": "dropout_p: not supported",
 }
+NO_GRADIENTS = "cache_seqlens has no gradients, but q, k or v requires gradients; call attention under torch.no_grad()"
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
 
@@ -68,6 +70,15 @@ def checked_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
+def _check_dense(name: str, tensor):
+    """Raise TypeError if `tensor` is no dense tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        got = "a nested tensor" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} must be a dense tensor (layout torch.strided), got {got}")
+
+
 def check_inputs(q, k, v):
     """Raise ValueError or TypeError for wrong inputs, before any kernel runs.
 
@@ -75,11 +86,7 @@ def check_inputs(q, k, v):
     """
     shapes = []
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            got = "a nested tensor" if tensor.is_nested else tensor.layout
-            raise TypeError(f"{name} must be a dense tensor (layout torch.strided), got {got}")
+        _check_dense(name, tensor)
         shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
         if len(shape) != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, head_dim], got {len(shape)}")
@@ -107,6 +114,20 @@ def check_inputs(q, k, v):
         raise ValueError(f"v must have k's batch, heads and length {of_k[:3]}, got {of_v[:3]}")
     if of_q[1] % of_k[1]:
         raise ValueError(f"the heads of q must be a multiple of the heads of k and v: got {of_q[1]} and {of_k[1]}")
+
+
+def check_cache_seqlens(cache_seqlens, q):
+    """Raise ValueError or TypeError for wrong `cache_seqlens`, as `check_inputs` does. The lengths themselves stay unread."""
+    _check_dense("cache_seqlens", cache_seqlens)
+    if cache_seqlens.dtype != torch.int32:
+        raise TypeError(f"cache_seqlens must be int32, got {cache_seqlens.dtype}")
+    if tuple(cache_seqlens.shape) != (q.shape[0],):
+        needed = f"({q.shape[0]},), one length for each sequence of q"
+        raise ValueError(f"cache_seqlens must have the shape {needed}, got {tuple(cache_seqlens.shape)}")
+    if cache_seqlens.device != q.device:
+        raise ValueError(f"cache_seqlens must be on the device of q, {q.device}, got {cache_seqlens.device}")
+    if not cache_seqlens.is_contiguous():
+        raise ValueError(f"cache_seqlens must be contiguous, got the stride {cache_seqlens.stride(0)}")
 
 
 def autocast(*tensors) -> tuple:
@@ -225,18 +246,23 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     Args:
         package: the stage's `__name__`. Its last part names the operators `kernel_evolution::{name}_forward` and
             `kernel_evolution::{name}_backward`.
-        forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`.
+        forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`, or with another argument `lengths=None`, a `Lengths`.
+            With lengths, `diagonal` is 0, and a causal mask is aligned to each length: the last query sees all keys.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take tensors as
             `common.entry` lays them out, and `causal` as a bool. If `causal` is True, query i sees key j only if
             j <= i + diagonal. The diagonal is 0 or Sk - Sq, and never negative.
     """
     name = package.rpartition(".")[2]
+    takes_lengths = "lengths" in inspect.signature(forward).parameters
     forward, backward = entry(forward), entry(backward)
 
-    def run_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
+    def run_forward(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int, cache_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        lengths = {} if cache_seqlens is None else {"lengths": Lengths(cache_seqlens)}
+        return forward(q, k, v, causal=causal, scale=scale, diagonal=diagonal, **lengths)
 
-    def fake_forward(q, k, v, causal, scale, diagonal):
+    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None):
         return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
@@ -248,7 +274,10 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         return empty_rows(q), empty_rows(k), empty_rows(v)
 
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.options = inputs
+        q, k, v, causal, scale, diagonal, *lengths = inputs  # PyTorch may leave out lengths that are None
+        if any(length is not None for length in lengths):
+            raise NotImplementedError(NO_GRADIENTS)
+        ctx.options = causal, scale, diagonal
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # do not make zero gradients for outputs that the loss does not use
 
@@ -268,7 +297,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             mean_key, _ = forward_op(q, k, k, *ctx.options)
             dq = dq + (weight * mean_key).to(dq.dtype)
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *ctx.options)[2]
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
 
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
@@ -287,7 +316,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     forward_op = _register(f"{name}_forward", run_forward, fake_forward, gradients, setup_context)
     backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, lambda ctx, inputs, output: None)
 
-    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, **others):
+    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, cache_seqlens=None, **others):
         """Compute exact attention, softmax(scale · q kᵀ) v. The result is differentiable in q, k and v.
 
         The gradients cannot be differentiated again. `grad`, `vjp`, `jacrev` and `vmap` of `torch.func` work. Under
@@ -307,6 +336,11 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
                 exceed 5e8, the result may be NaN.
             return_lse: whether to return the log-sum-exp of the scaled scores too. The log-sum-exp is differentiable, but its
                 gradient costs one more forward and backward.
+            cache_seqlens: None, or the lengths of the batch's sequences, [B], contiguous, int32, on the device of q. Then k and
+                v are a cache: sequence b has only the first cache_seqlens[b] keys, and the queries are its last Sq tokens.
+                `causal=True` then means "bottom-right", and hides key j from query i if j > i + cache_seqlens[b] - Sq. A query
+                that sees no key gets zeros, and -inf as its log-sum-exp. Later keys are never read. The host never reads the
+                lengths. Lengths below 0 count as 0, and lengths above Sk as Sk.
 
         Returns:
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.
@@ -315,19 +349,27 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested; or there are `others`, such as
                 SDPA's `attn_mask`.
             ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid.
-            NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`).
+            NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`); or there are
+                `cache_seqlens`, and the stage takes none, or an input requires gradients.
         """
         for other in others:
             raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
         q, k, v = autocast(q, k, v)
         check_inputs(q, k, v)
-        causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2])
+        differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if cache_seqlens is not None:
+            if not takes_lengths:
+                raise NotImplementedError(f"{name} takes no cache_seqlens; stages of the track `lengths` do")
+            check_cache_seqlens(cache_seqlens, q)
+            if differentiable:
+                raise NotImplementedError(NO_GRADIENTS)
+        # With lengths, a mask is aligned to each length, and more queries than keys are no error.
+        causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
         return_lse = checked_flag("return_lse", return_lse)
         function = forward_op
-        if _unwatched(q, k, v):
-            differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if _unwatched(q, k, v, *(() if cache_seqlens is None else (cache_seqlens,))):
             function = ShortCut.apply if differentiable else run_forward
-        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal)
+        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, cache_seqlens)
         return (out, lse) if return_lse else out
 
     attention.__module__, attention.__qualname__ = package, "attention"  # pickle finds the function by these names

@@ -320,13 +320,17 @@ class Recorded:
     Calls of one kind have equal options, the same current device, and the same deterministic mode of PyTorch. Their tensors
     have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
     `is_watched()` is true, every call runs the function itself.
+
+    `lengths` is a tuple of tensors, or None. The values of these tensors may change from call to call, as those of all tensors.
     """
 
     def __init__(self, function: Callable):
         self.function, self.replays = function, {}
 
-    def __call__(self, *tensors, causal, scale, diagonal=0):
+    def __call__(self, *tensors, causal, scale, diagonal=0, lengths=None):
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+        if lengths is not None:  # most stages take none
+            options["lengths"] = lengths
         try:
             driver = triton.runtime.driver.active
         except RuntimeError:  # there is no GPU, but a stage without kernels needs none
@@ -336,19 +340,22 @@ class Recorded:
                 return self.function(*tensors, **options)
         device = driver.get_current_device()
         of_options = causal, type(scale), scale or str(scale), diagonal  # zero as text, because 0.0 equals -0.0
-        kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, tensors))
+        given = tensors if lengths is None else (*tensors, *lengths)
+        kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, given))
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
             give_context(tensors[0])
-            return replay(tensors, driver.get_current_stream(device))
+            return replay(given, driver.get_current_stream(device))
         with _alone:
             if replay is None or replay is _UNREPEATABLE:
                 self.replays.setdefault(kind, _CALLED)
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
                 return with_tables(self.function, *tensors, **options)
-            tensors = [tensor.detach() for tensor in tensors]  # new objects, because a tensor passed twice needs two numbers
-            with _Recording(tensors) as recording:
-                results = self.function(*tensors, **options)
+            given = [tensor.detach() for tensor in given]  # new objects, because a tensor passed twice needs two numbers
+            if lengths is not None:
+                options["lengths"] = type(lengths)(*given[len(tensors) :])
+            with _Recording(given) as recording:
+                results = self.function(*given[: len(tensors)], **options)
             self.replays[kind] = recording.replay(results)
             return results

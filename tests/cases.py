@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib
+import inspect
 import os
 import re
 from collections import ChainMap
@@ -143,6 +144,11 @@ def parts() -> list[Part]:
 def guessing() -> list[str]:
     """Return the stages whose forwards guess the maximum, each distinct forward once."""
     return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
+
+
+def taking_lengths() -> list[str]:
+    """Return the stages whose forwards take lengths."""
+    return [name for name in stages.names() if "lengths" in inspect.signature(stages.load(name).forward).parameters]
 
 
 def first_with(text: str, pass_: str) -> str:

@@ -5,7 +5,7 @@ Stand-ins replace the driver and the compiler. Each test starts a new process, b
 
 import programs
 import pytest
-from cases import LONG, in_full
+from cases import LONG, in_full, taking_lengths
 
 import stages
 
@@ -387,6 +387,27 @@ except RuntimeError as error:
     assert "FACTOR has changed" in str(error)
 """,
         str(tmp_path),
+    )
+
+
+@pytest.mark.parametrize("stage", taking_lengths())
+def test_a_replay_takes_the_lengths_of_its_call(stage):
+    """A replay passes the address of the lengths on, and not the lengths of the recorded call."""
+    run(
+        """
+from common.entry import Lengths
+stage = stages.load(sys.argv[1])
+forward, tensors, kept = entry(stage.forward), problem(batch=2), []
+for call in range(8):
+    kept.append(torch.zeros(2, dtype=torch.int32))
+    expected = launched(stage.forward, *tensors, **OPTIONS, lengths=Lengths(kept[-1]))
+    assert launched(forward, *tensors, **OPTIONS, lengths=Lengths(kept[-1])) == expected
+    assert repeated() == (call >= 2)
+    assert [each.data_ptr() in map(address, launches[0].args) for each in kept] == [False] * call + [True]
+    launched(forward, *tensors, **OPTIONS)  # a call of another kind
+    assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept)
+""",
+        stage,
     )
 
 

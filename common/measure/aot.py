@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -33,6 +34,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
+from common.entry import Lengths
 from common.measure.options import add_list, command, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
@@ -43,7 +45,7 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
     "mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "cp.async": "cp.async.cg",
     "TMA": "cp.async.bulk.tensor",
 }  # fmt: skip
-CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
+CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "lengths"
 COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
 BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # ordinary sizes, with which every kernel is compiled
 
@@ -156,7 +158,13 @@ def _compile_case(case: dict) -> list[dict]:
     lse = torch.empty(BATCH, HEADS, SEQ_LEN, dtype=torch.float32, device="meta")
     options = {"causal": case["causal"], "scale": 0.125}
     stage = stages.load(case["stage"])
-    for function, arguments in ((stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, out, lse))):
+    calls = [(stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, out, lse))]
+    if case["lengths"]:
+        if "lengths" not in inspect.signature(stage.forward).parameters:
+            return [case | {"reason": "takes no lengths"}]
+        options["lengths"] = Lengths(torch.empty(BATCH, dtype=torch.int32, device="meta"))
+        calls = calls[:1]  # with lengths, there are no gradients
+    for function, arguments in calls:
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 function(*arguments, **options)
@@ -180,13 +188,13 @@ def compile_cases(cases: list[dict]) -> list[dict]:
     An autotuned kernel is compiled with the first configuration that the autotuner would try.
 
     Args:
-        cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`) and
-            value_dim (None means head_dim).
+        cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`),
+            value_dim (None means head_dim) and lengths (bool: whether each sequence has a length).
 
     Returns:
         Records in the order of the cases. A record is its case's dict with more keys. A row, for a kernel, has those of
         `_describe`. Its number of matmuls, `dots`, is counted before most compiler passes. Any other record has the key
-        `error`, or the key `reason`, which says why the stage does not support the GPU.
+        `error`, or the key `reason`, which says why the stage does not support the GPU or the lengths.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # the new processes compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
@@ -207,7 +215,7 @@ def table(rows: list[dict]) -> str:
          f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}"]
         for row in rows
     ]  # fmt: skip
-    headers = ["stage", "arch", "dtype", "D", "Dv", "causal", "K/V heads", "kernel", "regs", "spilled"]
+    headers = ["stage", "arch", "dtype", "D", "Dv", "causal", "K/V heads", "lengths", "kernel", "regs", "spilled"]
     return tabulate(cells, [*headers, "config", "instructions", "shared"])
 
 
@@ -255,8 +263,9 @@ def main(argv: list[str]) -> int:
     parser = command("common.measure.aot", __doc__)
     usual, divisors = ",".join(map(str, USUAL_ARCHS)), [number for number in range(1, HEADS + 1) if HEADS % number == 0]
     add_list(parser, "--stage", ",".join(stages.names()))
-    for flag, default in (("--head-dim", "64,128"), ("--value-dim", None), ("--dtype", "float16"), ("--causal", "yes")):
-        add_list(parser, flag, default)
+    defaults = {"head-dim": "64,128", "value-dim": None, "dtype": "float16", "causal": "yes", "lengths": "no"}
+    for name, default in defaults.items():
+        add_list(parser, f"--{name}", default)
     for flag, choices, default in (("--arch", SHARED_LIMIT, usual), ("--kv-heads", divisors, str(HEADS))):
         help_text = f"any of {', '.join(map(str, choices))} (default: %(default)s)"
         parser.add_argument(flag, type=list_of(one_of([*choices])), default=default, metavar="LIST", help=help_text)

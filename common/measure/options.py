@@ -89,6 +89,7 @@ def json_path(text: str) -> Path:
 
 
 HEAD_DIM = one_of(HEAD_DIMS)
+YES_NO = one_of({"no": False, "yes": True})
 
 LISTS = {  # option that takes a list -> (function that converts an item, help text)
     "--stage": (stages.resolve, "such as v3"),
@@ -97,7 +98,8 @@ LISTS = {  # option that takes a list -> (function that converts an item, help t
     "--heads": (positive, "any"),
     "--kv-heads": (positive, "any divisor of the heads (default: as many as heads)"),
     "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: the head dimension)"),
-    "--causal": (one_of({"no": False, "yes": True}), "no, yes"),
+    "--causal": (YES_NO, "no, yes"),
+    "--lengths": (YES_NO, "no, yes: each sequence has its own length"),
     "--dtype": (one_of(DTYPES.keys()), ", ".join(DTYPES)),
 }
 

@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from cases import taking_lengths
 
 import stages
 from common.measure import aot
@@ -23,8 +24,10 @@ SELECTIONS = {
     "little-shared-memory": {"arch": (86, 89, 120), "head_dim": (64, 128, 256)},
     "every-problem": {"dtype": ("float16", "bfloat16", "float32"), "head_dim": HEAD_DIMS, "causal": BOTH},
 }
+LENGTHS = {"arch": (90,), "dtype": ("float16", "bfloat16"), "causal": BOTH, "lengths": (True,)}
 CHOSEN = [  # the default run compiles only the newest stage, and the newest stage that needs no Hopper GPU
     (stages.newest(), {"arch": (90,), "head_dim": (64,)}), (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
+    *(pytest.param(name, LENGTHS, marks=pytest.mark.long, id=f"{name}-lengths") for name in taking_lengths()),
     *(
         pytest.param(name, SELECTIONS[key], marks=pytest.mark.long, id=f"{name}-{key}")
         for name, key in itertools.product(NAMES, SELECTIONS)
@@ -36,7 +39,7 @@ CHOSEN = [  # the default run compiles only the newest stage, and the newest sta
 def compiled(name, **values):
     """Compile a stage for each combination of the values. Return the records."""
     usual = {"arch": aot.USUAL_ARCHS, "dtype": ("float16",), "head_dim": (64, 128), "value_dim": (None,), "causal": (True,)}
-    values = {"stage": (name,), **usual, "kv_heads": (aot.HEADS,), **values}
+    values = {"stage": (name,), **usual, "kv_heads": (aot.HEADS,), "lengths": (False,), **values}
     cases = [dict(zip(aot.CASE, case, strict=True)) for case in itertools.product(*(values[key] for key in aot.CASE))]
     with pytest.MonkeyPatch.context() as environment:
         for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot changes both variables; monkeypatch restores them
@@ -63,7 +66,7 @@ def test_kernels_compile_fit_and_have_the_right_instructions(name, values):
             assert "Performance Loss" not in str(row["warnings"]) and not (name in HOPPER and row["warnings"]), row
 
 
-CASE = dict(zip(aot.CASE, (NAMES[1], 90, "float16", 64, None, True, 16), strict=True))
+CASE = dict(zip(aot.CASE, (NAMES[1], 90, "float16", 64, None, True, 16, False), strict=True))
 
 
 def row(kernel="_a", **changed):

@@ -30,14 +30,15 @@ def test_a_stage_has_the_same_files_as_every_other(module):
 
 
 def test_a_stage_exports_the_contract(module):
-    """`forward`, `backward` and the operator `attention` have the same arguments in every stage."""
+    """`forward`, `backward` and the operator `attention` have the same arguments in every stage. A forward may take lengths."""
     assert set(module.__all__) >= {"attention", "forward", "backward"}
     arguments = {
         name: list(inspect.signature(getattr(module, name)).parameters) for name in ("attention", "forward", "backward")
     }
+    lengths = ["lengths"] if arguments["forward"][-1] == "lengths" else []
     assert arguments == {
-        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "others"],
-        "forward": ["q", "k", "v", "causal", "scale", "diagonal"],
+        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "cache_seqlens", "others"],
+        "forward": ["q", "k", "v", "causal", "scale", "diagonal", *lengths],
         "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal"],
     }
 

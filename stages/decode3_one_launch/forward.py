@@ -190,10 +190,10 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
+        # With few queries, a tile has consumers without rows. They leave the tensor cores to the others, after one key tile.
+        seen = gl.where(start_m < problem.seq_q, seen, 1)
         seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
-        # With few queries, most consumers have no rows; and with split keys, rows may see no key of the split. Such a consumer
-        # idles: it leaves the tensor cores to the others, after one key tile whose result is not used.
-        idle = (seen <= 0) | (start_m >= problem.seq_q)
+        idle = seen <= 0  # the rows see none of the split's keys; the result of a first key tile is not used
         seen = gl.where(idle, 1, seen)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)

@@ -191,10 +191,10 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, PACKED, CAUSAL)
+        # With few queries, a tile has consumers without rows. They leave the tensor cores to the others, after one key tile.
+        seen = gl.where(start_m < problem.seq_q, seen, 1)
         seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
-        # With few queries, most consumers have no rows; and with split keys, rows may see no key of the split. Such a consumer
-        # idles: it leaves the tensor cores to the others, after one key tile whose result is not used.
-        idle = (seen <= 0) | (start_m >= problem.seq_q)
+        idle = seen <= 0  # the rows see none of the split's keys; the result of a first key tile is not used
         seen = gl.where(idle, 1, seen)
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
@@ -350,7 +350,6 @@ class Plan(NamedTuple):
     tiles: int  # query tiles of all heads
     splits: int  # number of CTAs that share a query tile
     counted: bool  # whether CTAs take their tiles from a counter, not in fixed strides
-    few: bool  # whether rows are few, by which a caller may choose among stages
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
@@ -379,7 +378,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     # splits. A mask may make several tiles of a head unequal. But a small problem's tiles are so short that a counter would
     # save less time than its launch takes.
     counted = splits == 1 and seq_q * packed > shape.queries and tiles > programs and not small
-    return Plan(shape, packed, tiles, splits, counted, few)
+    return Plan(shape, packed, tiles, splits, counted)
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0):

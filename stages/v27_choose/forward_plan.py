@@ -5,6 +5,7 @@ from typing import NamedTuple
 from common.kernels.order import busiest
 from common.layout import cdiv
 from common.runtime import num_sms
+from stages.decode9_even_waves.forward import TILES as TILES_OF_DECODE
 from stages.decode9_even_waves.forward import cost_of as cost_of_decode
 from stages.decode9_even_waves.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
@@ -50,7 +51,9 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
     plan = plan_of_decode(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs, causal)
     decode = Chosen("decode", plan.shape.queries, plan.tiles, plan.splits)
     # With few rows or few tiles, only "decode" suits: the other tracks would leave consumers or SMs idle.
-    if plan.few or plan.splits > 1 and plan.tiles < programs:
+    packed = heads // kv_heads if 64 % (heads // kv_heads) == 0 else 1  # the heads that `decode` can pack
+    few = seq_q * packed <= 128 or plan.shape.queries < TILES_OF_DECODE[width].queries
+    if few or plan.splits > 1 and plan.tiles < programs:
         return decode
 
     def time(shape, times, packed=1):

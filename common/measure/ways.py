@@ -167,9 +167,7 @@ def main(argv: list[str]):
     parser.add_argument("--seed", type=single(positive), default=1, help="of the shapes (default: %(default)s)")
     parser.add_argument("--count", type=single(positive), default=100, help="number of shapes (default: %(default)s)")
     parser.add_argument("--pass", dest="pass_", type=list_of(one_of(("fwd", "bwd"))), default="fwd,bwd", help="a list: fwd,bwd")
-    parser.add_argument(
-        "--head-dim", type=list_of(one_of(map(str, HEAD_DIMS))), default="64,128,256", help="a list: 64,128,256"
-    )
+    parser.add_argument("--head-dim", type=list_of(one_of(HEAD_DIMS)), default="64,128,256", help="a list: 64,128,256")
     options = parser.parse_args(argv)
     if options.fit:
         return show_fit(json.loads(options.file.read_text()))

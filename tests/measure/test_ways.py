@@ -81,3 +81,15 @@ def test_a_file_s_fit_is_printed(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "fwd D=256 guess: [16.   6.   1.4] µs (launches, tile, key tile), ±0.0%" in shown
     assert "fwd D=256: choices take ×2.000 of the fastest way's time, and ×2.000 for " in shown
+
+
+def test_only_some_workloads_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(ways, "DEVICE", "cuda")
+    monkeypatch.setattr(ways, "unavailable", lambda: None)
+    monkeypatch.setattr(ways, "GpuTimer", lambda: None)
+    monkeypatch.setattr(ways, "measure", lambda work, timer: {"wide": 1.0})
+    path = tmp_path / "ways.json"
+    ways.main([str(path), "--count", "20", "--pass", "bwd", "--head-dim", "256,64"])
+    records = json.loads(path.read_text())["records"]
+    drawn = [work for work in draw(1, 20) if work.pass_ == "bwd" and work.head_dim != 128]
+    assert [Workload.of(record) for record in records] == drawn and drawn

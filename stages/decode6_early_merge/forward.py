@@ -362,8 +362,8 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     packed = per_kv if 64 % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
     squares = cdiv(seq_q * packed, 128) * cdiv(keys, 128) * batch * (heads // packed)
     small = width <= 64 and squares <= FEW_SQUARES * programs
-    # Rows are few if tiles of 256 rows would leave consumers idle: two consumers of each tile, which would have no rows, or in
-    # small problems whole CTAs, because the tiles would be few.
+    # Rows are few if tiles of 256 rows would leave consumers idle. Then two consumers of each tile have no rows; or the problem
+    # is small, and whole CTAs have no tile.
     few = seq_q * packed <= 128 or small
     shape = (FEW_ROWS if few else TILES)[width]
     if cdiv(seq_q * packed, shape.queries) == cdiv(seq_q, shape.queries) * packed:

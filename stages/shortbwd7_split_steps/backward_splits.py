@@ -13,8 +13,8 @@ from common.kernels.order import mean_keys
 from common.layout import cdiv
 
 MAX_SPLITS = 8
-# Costs in steps of one SM, by the larger of D and Dv, fitted to results/ways-h100.json: of a CTA's start, which loads
-# K and V and adds dK and dV, and of a key tile's accumulators, which are zeroed, read again and rounded.
+# Costs in steps of one SM, by the larger of D and Dv, fitted to results/ways-h100.json. A CTA's start loads K and V, and its
+# end adds dK and dV. A key tile's accumulators are zeroed, read again and rounded.
 COSTS = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (4, 9)}
 GAIN = 0.93  # several CTAs work on a key tile only if this is expected to take less than GAIN of the time
 

@@ -21,8 +21,8 @@ from common.layout import cdiv
 
 MAX_SPLITS = 8  # of a share; a K/V head has at most as many shares as query heads
 FEW_WAVES = 4  # in fewer waves of CTAs than this, the order of query tiles does not bring them together
-# Costs in steps of one SM, by the larger of D and Dv, fitted to results/ways-h100.json: of a CTA's start, which loads
-# K and V and adds dK and dV, and of a key tile's accumulators, which are zeroed, read again and rounded.
+# Costs in steps of one SM, by the larger of D and Dv, fitted to results/ways-h100.json. A CTA's start loads K and V, and its
+# end adds dK and dV. A key tile's accumulators are zeroed, read again and rounded.
 COSTS = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (4, 9)}
 CROWDED = 1.2  # how much longer steps take if they read from memory what the L2 cache could hold (results/shares-h100.json)
 GAIN = 0.93  # several CTAs work on a key tile only if this is expected to take less than GAIN of the time

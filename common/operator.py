@@ -335,10 +335,11 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             return_lse: whether to return the log-sum-exp of the scaled scores too. The log-sum-exp is differentiable, but its
                 gradient costs one more forward and backward.
             cache_seqlens: None, or the lengths of the batch's sequences, [B], int32, on the device of q. Then k and v are a
-                cache: sequence b has only the first cache_seqlens[b] keys, and the queries are its last Sq tokens.
-                `causal=True` then means "bottom-right", and hides key j from query i if j > i + cache_seqlens[b] - Sq. A query
-                that sees no key gets zeros, and -inf as its log-sum-exp. Later keys are never read. The host never reads the
-                lengths. Lengths below 0 count as 0, and lengths above Sk as Sk.
+                cache: sequence b has only the first cache_seqlens[b] keys, and the queries are its last Sq tokens. So the cache
+                already has the queries' own keys, and the lengths count them. `causal=True` then means "bottom-right", and
+                hides key j from query i if j > i + cache_seqlens[b] - Sq. A query that sees no key gets zeros, and -inf as its
+                log-sum-exp. Later keys are never read. The host never reads the lengths. Lengths below 0 count as 0, and
+                lengths above Sk as Sk.
 
         Returns:
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.

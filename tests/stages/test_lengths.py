@@ -81,6 +81,7 @@ PROBLEMS = [
     (64, 2, 1, 128, 64, BRAIN, True),
     (200, 2, 1, 64, 64, HALF, True),
     (400, 1, 1, 64, 64, HALF, True),  # more queries than the cache has room for keys
+    (66, 1, 1, 64, 64, HALF, True),  # with 129 keys, 63 rows before query 0 leave only the last row to the second tile
 ]
 SPLITS = (1, 2, 3, 9)
 

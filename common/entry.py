@@ -15,7 +15,7 @@ from common.runtime import DEVICE, INTERPRETED
 class Lengths(NamedTuple):
     """Lengths of the sequences of a batch, as tensors on the device. The host never reads them."""
 
-    keys: Tensor  # [B], int32: the number of keys of each sequence, at the start of the sequence's part of k and v
+    keys: Tensor  # [B], int32, contiguous: the number of keys of each sequence, at the start of the sequence's part of k and v
 
 
 class Unavailable(RuntimeError):

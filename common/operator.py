@@ -126,8 +126,6 @@ def check_cache_seqlens(cache_seqlens, q):
         raise ValueError(f"cache_seqlens must have the shape {needed}, got {tuple(cache_seqlens.shape)}")
     if cache_seqlens.device != q.device:
         raise ValueError(f"cache_seqlens must be on the device of q, {q.device}, got {cache_seqlens.device}")
-    if not cache_seqlens.is_contiguous():
-        raise ValueError(f"cache_seqlens must be contiguous, got the stride {cache_seqlens.stride(0)}")
 
 
 def autocast(*tensors) -> tuple:
@@ -259,7 +257,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def run_forward(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int, cache_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        lengths = {} if cache_seqlens is None else {"lengths": Lengths(cache_seqlens)}
+        lengths = {} if cache_seqlens is None else {"lengths": Lengths(cache_seqlens.contiguous())}  # vmap may give any stride
         return forward(q, k, v, causal=causal, scale=scale, diagonal=diagonal, **lengths)
 
     def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None):
@@ -336,11 +334,12 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
                 exceed 5e8, the result may be NaN.
             return_lse: whether to return the log-sum-exp of the scaled scores too. The log-sum-exp is differentiable, but its
                 gradient costs one more forward and backward.
-            cache_seqlens: None, or the lengths of the batch's sequences, [B], contiguous, int32, on the device of q. Then k and
-                v are a cache: sequence b has only the first cache_seqlens[b] keys, and the queries are its last Sq tokens.
-                `causal=True` then means "bottom-right", and hides key j from query i if j > i + cache_seqlens[b] - Sq. A query
-                that sees no key gets zeros, and -inf as its log-sum-exp. Later keys are never read. The host never reads the
-                lengths. Lengths below 0 count as 0, and lengths above Sk as Sk.
+            cache_seqlens: None, or the lengths of the batch's sequences, [B], int32, on the device of q. Then k and v are a
+                cache: sequence b has only the first cache_seqlens[b] keys, and the queries are its last Sq tokens. So the cache
+                already has the queries' own keys, and the lengths count them. `causal=True` then means "bottom-right", and
+                hides key j from query i if j > i + cache_seqlens[b] - Sq. A query that sees no key gets zeros, and -inf as its
+                log-sum-exp. Later keys are never read. The host never reads the lengths. Lengths below 0 count as 0, and
+                lengths above Sk as Sk.
 
         Returns:
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.

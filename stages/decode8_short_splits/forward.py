@@ -314,7 +314,7 @@ MERGE = 75_000  # time of the merge's launch
 
 
 def cost_of(splits: int, tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> float:
-    """Return the predicted time of a forward with this number of splits. The other arguments are those of `splits_of`."""
+    """Return the predicted time of a forward with this number of splits. `splits_of` describes the other arguments."""
     turns = cdiv(tiles * splits, programs)  # query tiles that a CTA takes one after the other
     busy = tiles * splits / (turns * programs)  # fraction of the CTAs that have a tile
     key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)  # time to read it or to compute

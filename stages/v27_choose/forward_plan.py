@@ -22,7 +22,7 @@ class Times(NamedTuple):
 
 
 # Times with a running maximum (`shortfwd`, `decode`) and with a guess, by the larger of D and Dv, and the queries of a tile.
-# Below 64, they are those of 64. On other GPUs, times differ, but less so their ratios, which decide.
+# Widths below 64 have the times of 64. On other GPUs, times differ, but less so their ratios, which decide.
 RUNNING = {
     (64, 256): Times(9.7, 1.7, 1.03), (64, 128): Times(9.5, 1.3, 1.07),
     (128, 128): Times(7.5, 1.5, 1.57), (256, 128): Times(8.2, 3.8, 1.43),

@@ -52,8 +52,8 @@ def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
 
 
 def test_a_group_takes_a_third_of_the_l2_cache_or_less():
-    shares = {mib: l2_budget(mib * 2**20) // 2**20 for mib in (40, 50, 60, 126)}  # of an A100, H100, H200 and B200
-    assert shares == {40: 8, 50: 16, 60: 16, 126: 32}
+    budgets = {mib: l2_budget(mib * 2**20) // 2**20 for mib in (40, 50, 60, 126)}  # of an A100, H100, H200 and B200
+    assert budgets == {40: 8, 50: 16, 60: 16, 126: 32}
 
 
 @pytest.mark.parametrize("queries", [64, 128, 256])

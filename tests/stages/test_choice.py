@@ -38,6 +38,15 @@ def test_every_track_is_chosen_and_is_a_track_s_end():
     assert re.fullmatch(r"64 tiles of \d+ queries in \d+ splits, [\d.]+ waves", chosen[0].forward_work)
 
 
+def test_splits_of_few_waves_are_chosen_only_if_they_are_faster():
+    """Each shape was measured in all ways on an H200 (results/even-waves-h200.json). Splits took 0.91 and 1.16 of the time of
+    the fastest other way."""
+    with interpreted_as(H100):
+        faster, slower = (NEWEST.choice(1, 4, 4, 4532, 4532, 256, 256), NEWEST.choice(1, 16, 1, 4285, 4285, 64, 64))
+    assert faster.forward in FORWARDS and "splits" in faster.forward_work
+    assert "splits" not in slower.forward_work
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's number of SMs makes small problems long")
 def test_the_chosen_pass_runs(monkeypatch):
     """Small problems reach all forwards. The stage that `choice` names is the one that runs, and the results are right."""

@@ -228,6 +228,19 @@ def test_splits_are_those_of_a_full_search(name):
         assert splits_of(*shape) == searched(*shape), shape
 
 
+WAVES = [name for name in SPLITTING if "FEW_WAVES" in names_in(name)]
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_splits_fill_the_last_of_few_waves(name):
+    """147 tiles come in two waves on 132 SMs, and the second has 15. With a mask, they take different times."""
+    plan = names_in(name)["plan"]
+    full = plan(3, 1, 1, 12416, 12416, 0, 64, 64, 132, False)
+    assert (full.tiles, full.splits > 1) == (147, True)
+    assert plan(3, 1, 1, 12416, 12416, 0, 64, 64, 132, True).splits == 1
+    assert plan(12, 1, 1, 12416, 12416, 0, 64, 64, 132, False).splits == 1  # more than four waves
+
+
 COUNTING = [name for name in SPLITTING if "counted" in getattr(names_in(name).get("Plan"), "_fields", ())]
 
 

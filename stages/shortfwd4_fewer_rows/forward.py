@@ -283,6 +283,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 SHORT_TILES = TILES | {128: Shape(queries=128, keys=64, kv_slots=4, q_slots=2, maxnreg=168)}
 # Two consumers instead of four: smaller tiles keep more SMs busy. Two consumers have registers for longer key tiles, with which
 # a consumer waits for fewer loads and matmuls.
+# NOTE: 192 queries fill neither one tile of 256 nor two of 128; shortfwd5 adds tiles of 192.
 FEWER_ROWS = Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168)
 
 

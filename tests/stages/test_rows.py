@@ -1,0 +1,54 @@
+"""A forward that chooses the rows of its query tiles is right with tiles of 192 rows. The host reaches each number of rows."""
+
+import pytest
+import torch
+from cases import available, make_inputs, names_in, once, set_names
+
+import stages
+from common import recording
+from common.measure.reference import assert_correct, plain, truth
+from common.operator import BOTTOM_RIGHT, diagonal
+from common.runtime import Device, interpreted_as
+
+CHOOSING = once([name for name in stages.names() if "queries_of" in names_in(name)], "forward")
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize(
+    ("heads", "seq_q", "seq_k", "causal", "queries"),
+    [
+        (128, 4096, 4096, True, 256), (1024, 512, 512, False, 256), (9, 3456, 3456, True, 128), (1440, 192, 169, False, 192),
+        (1680, 544, 544, True, 192), (3400, 192, 5376, False, 192), (729, 374, 374, True, 192),
+    ],
+)  # fmt: skip
+def test_each_number_of_rows_is_chosen(heads, seq_q, seq_k, causal, queries, name):
+    sizes_of = names_in(name)["sizes_of"]
+    for width in (16, 32, 64):
+        assert sizes_of(heads, seq_q, seq_k, 0, causal, width, 132).queries == queries
+    assert sizes_of(heads, seq_q, seq_k, 0, causal, 128, 132).queries == 128
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize(("seq_q", "seq_k", "causal", "head_dim", "value_dim", "dtype"), [
+    *((seq, seq, causal, 64, 64, torch.float16) for seq in (1, 191, 192, 193, 374, 544) for causal in (False, True)),
+    (193, 374, BOTTOM_RIGHT, 64, 64, torch.bfloat16),  # the first tile starts before query 0
+    (374, 193, True, 32, 64, torch.float16),
+    (200, 65, False, 64, 16, torch.bfloat16),
+])  # fmt: skip
+def test_tiles_of_192_rows_are_right(seq_q, seq_k, causal, head_dim, value_dim, dtype, name, monkeypatch):
+    """Two CTAs share the tiles of three heads, so a CTA computes several tiles."""
+    stage, shapes = available(name), []
+    sizes_of = names_in(name)["sizes_of"]
+
+    def watched(*args):
+        shapes.append(sizes_of(*args))
+        return shapes[-1]
+
+    set_names(monkeypatch, name, queries_of=lambda *_: 192, sizes_of=watched)
+    monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes
+    q, k, v, _ = make_inputs(seq_q, seq_k, head_dim, dtype, batch=1, heads=3, kv_heads=1, value_dim=value_dim)
+    options = {"causal": bool(causal), "scale": head_dim**-0.5, "diagonal": diagonal(causal, seq_q, seq_k)}
+    with interpreted_as(Device(num_sms=2)):
+        out, lse = stage.forward(q, k, v, **options)
+    assert [shape.queries for shape in shapes] == [192]
+    assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))

@@ -69,23 +69,26 @@ def ways(pass_: str, width: int) -> dict[str, tuple]:
     def counted(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs):
         return min(cdiv(seq_q, queries) * batch * heads, programs), False, None  # for diagonal 0
 
-    guess, short, decode = map(stages.load("newest").forward.__globals__["FORWARDS"].get, ("guess", "shortfwd", "decode"))
-    tiles, smaller = guess.__globals__["TILES"], short.__globals__["FEWER_ROWS"]
-    yes, no, one = map(_always, (True, False, 1))
+    guess, decode = map(stages.load("newest").forward.__globals__["FORWARDS"].get, ("guess", "decode"))
+    short = stages.load(stages.line("shortfwd")[-1]).forward
+    tiles, fewer = guess.__globals__["TILES"], short.__globals__["FEWER_ROWS"]
+    smaller = fewer[128]
+    yes, no, one, full = map(_always, (True, False, 1, 256))
     found = {
         "guess": (changed(guess, is_short=no), tiles[width][:2]),
         "running": (changed(guess, is_short=yes), None),
-        "shortfwd": (changed(short, fewer_rows=no), None),
-        "counter": (changed(short, fewer_rows=no, plan=counted), short.__globals__["TILES"][width][:2]),
+        "shortfwd": (changed(short, queries_of=full), None),
+        "counter": (changed(short, queries_of=full, plan=counted), short.__globals__["TILES"][width][:2]),
         "decode": (decode, None),
         "decode1": (changed(decode, splits_of=one), None),
     }
-    if width <= 64:  # tiles of 128 queries, too
+    if width <= 64:  # tiles of fewer queries, too
         for name, shape in {"guess128": smaller, "guess128s": smaller._replace(keys=64, kv_slots=6)}.items():
             both = dict.fromkeys(("TILES", "TILES_AGAIN"), tiles | {width: shape})
             found[name] = changed(guess, is_short=no, **both), shape[:2]
         found["running128"] = changed(guess, is_short=yes, TILES=tiles | {width: smaller}), None
-        found["counter128"] = changed(short, fewer_rows=yes, plan=counted), smaller[:2]
+        for queries, shape in fewer.items():
+            found[f"counter{queries}"] = changed(short, queries_of=_always(queries), plan=counted), shape[:2]
         found["decode128"] = changed(decode, FEW_SQUARES=math.inf), None
         found["decode128n1"] = changed(decode, FEW_SQUARES=math.inf, splits_of=one), None
     return found
@@ -122,7 +125,7 @@ def choice(work: Workload, programs: int) -> str:
     plan = known["FORWARDS"]["shortfwd"].__globals__["plan"]
     short = plan(*sizes[:2], *sizes[3:5], 0, work.causal, work.head_dim, queries, programs).short
     # CTAs of shortfwd take tiles from a counter, unless work is short. No way has short work in FEWER_ROWS.
-    own = "counter128" if queries < 256 and work.head_dim <= 64 else "shortfwd" if short else "counter"
+    own = f"counter{queries}" if queries < 256 and work.head_dim <= 64 else "shortfwd" if short else "counter"
     return own if track == "shortfwd" else track
 
 
@@ -155,7 +158,8 @@ def show_fit(run: dict):
                 constants, deviation = fit(*zip(*found, strict=True), tile, programs)
                 print(f"{pass_} D={width} {name}: {constants.round(3)} µs (launches, tile, key tile), ±{deviation:.1%}")
         for work, us in cases:
-            ratios[work.label] = us[choice(work, programs)] / min(us[name] for name in known if name in us)
+            if (chosen := choice(work, programs)) in us:  # an old file lacks new ways
+                ratios[work.label] = us[chosen] / min(us[name] for name in known if name in us)
         mean, worst = statistics.geometric_mean(ratios.values()), max(ratios, key=ratios.get)
         print(f"{pass_} D={width}: choices take ×{mean:.3f} of the fastest way's time, and ×{ratios[worst]:.3f} for {worst}")
 

@@ -1,6 +1,7 @@
 """The documents show the committed results, and nothing else."""
 
 import re
+import statistics
 
 import pytest
 from test_results import failed, records
@@ -140,4 +141,4 @@ def words(path):
 def test_documents_stay_small():
     assert words(ROOT / "README.md") <= 700
     assert sum(map(words, [ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])) <= 4500
-    assert sum(map(words, ROOT.glob("stages/*/README.md"))) <= 16_000
+    assert statistics.mean(map(words, ROOT.glob("stages/*/README.md"))) <= 210

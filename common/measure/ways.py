@@ -72,13 +72,14 @@ def ways(pass_: str, width: int) -> dict[str, tuple]:
     guess, decode = map(stages.load("newest").forward.__globals__["FORWARDS"].get, ("guess", "decode"))
     short = stages.load(stages.line("shortfwd")[-1]).forward
     tiles, fewer = guess.__globals__["TILES"], short.__globals__["FEWER_ROWS"]
-    smaller = fewer[128]
+    smaller, few_keys = fewer[128], short.__globals__["FEW_KEYS"]
     yes, no, one, full = map(_always, (True, False, 1, 256))
+    usual = {"queries_of": full, "fewer_keys": no}
     found = {
         "guess": (changed(guess, is_short=no), tiles[width][:2]),
         "running": (changed(guess, is_short=yes), None),
-        "shortfwd": (changed(short, queries_of=full), None),
-        "counter": (changed(short, queries_of=full, plan=counted), short.__globals__["TILES"][width][:2]),
+        "shortfwd": (changed(short, **usual), None),
+        "counter": (changed(short, **usual, plan=counted), short.__globals__["TILES"][width][:2]),
         "decode": (decode, None),
         "decode1": (changed(decode, splits_of=one), None),
     }
@@ -91,6 +92,9 @@ def ways(pass_: str, width: int) -> dict[str, tuple]:
             found[f"counter{queries}"] = changed(short, queries_of=_always(queries), plan=counted), shape[:2]
         found["decode128"] = changed(decode, FEW_SQUARES=math.inf), None
         found["decode128n1"] = changed(decode, FEW_SQUARES=math.inf, splits_of=one), None
+    if width == 256:
+        found["shortfwd32"] = changed(short, fewer_keys=yes), None
+        found["counter32"] = changed(short, fewer_keys=yes, plan=counted), few_keys[:2]
     return found
 
 
@@ -122,10 +126,12 @@ def choice(work: Workload, programs: int) -> str:
     known = stages.load("newest").forward.__globals__
     sizes = work.batch, work.heads, work.kv_heads, work.seq_len, work.kv_len, work.head_dim, work.value_dim
     track, queries, *_ = changed(known["chosen_forward"], num_sms=lambda: programs)(*sizes, work.causal, 0)
-    plan = known["FORWARDS"]["shortfwd"].__globals__["plan"]
+    plan, sizes_of = map(known["FORWARDS"]["shortfwd"].__globals__.get, ("plan", "sizes_of"))
     short = plan(*sizes[:2], *sizes[3:5], 0, work.causal, work.head_dim, queries, programs).short
     # CTAs of shortfwd take tiles from a counter, unless work is short. No way has short work in FEWER_ROWS.
     own = f"counter{queries}" if queries < 256 and work.head_dim <= 64 else "shortfwd" if short else "counter"
+    if sizes_of(work.batch * work.heads, *sizes[3:5], 0, work.causal, *sizes[5:], programs).keys == 32:
+        own = "shortfwd32"
     return own if track == "shortfwd" else track
 
 

@@ -287,8 +287,9 @@ SHORT_TILES = TILES | {128: Shape(queries=128, keys=64, kv_slots=4, q_slots=2, m
 FEWER_ROWS = Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168)
 
 
-def sizes_of(heads, seq_q, seq_k, diagonal, causal, width, programs) -> Shape:
+def sizes_of(heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, programs) -> Shape:
     """Return the sizes of a work tile, which SHORT_TILES may replace. `heads` counts the heads of all batch elements."""
+    width = max(head_dim, value_dim)
     fewer = width <= 64 and fewer_rows(heads, seq_q, seq_k, diagonal, causal, programs)
     return FEWER_ROWS if fewer else TILES[width]
 
@@ -311,7 +312,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     width = max(head_dim, value_dim)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
-    shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, width, num_sms())
+    shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, num_sms())
     programs, short, per_round = plan(batch, heads, seq_q, keys, diagonal, causal, width, shape.queries, num_sms())
     if short and width > 64:
         shape = SHORT_TILES[width]

@@ -10,7 +10,7 @@ from stages.decode9_even_waves.forward import cost_of as cost_of_decode
 from stages.decode9_even_waves.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
 from stages.guess8_early_start.forward_plan import is_short
-from stages.shortfwd5_three_consumers.forward import sizes_of
+from stages.shortfwd6_few_keys.forward import sizes_of
 
 
 class Times(NamedTuple):
@@ -24,9 +24,10 @@ class Times(NamedTuple):
 # Times with a running maximum (`shortfwd`, `decode`) and with a guess, by the larger of D and Dv, and the queries of a tile.
 # Widths below 64 have the times of 64. On other GPUs, times differ, but less so their ratios, which decide.
 RUNNING = {
-    (64, 256): Times(9.7, 1.7, 1.03), (64, 192): Times(9.6, 1.5, 0.79), (64, 128): Times(9.5, 1.3, 1.07),
+    (64, 256): Times(9.7, 1.7, 1.03), (64, 192): Times(9.4, 1.1, 0.80), (64, 128): Times(9.5, 1.3, 1.07),
     (128, 128): Times(7.5, 1.5, 1.57), (256, 128): Times(8.2, 3.8, 1.43),
 }  # fmt: skip
+FEW_KEYS = RUNNING[256, 128]._replace(tile=3.4, key_tile=0.82)  # of 32 keys; fitted to results/few-keys-h100.json
 GUESS = {64: Times(15.1, 2.1, 0.84), 128: Times(12.9, 1.9, 0.73)}  # at D = 256, a guess gained at most 3 %
 SPLIT = {64: 1.1, 128: 1, 256: 0.88}  # time of split keys over what `decode` predicts; fitted to results/even-waves-h200.json
 PACKED = 0.98  # expected times omit short key tiles, which only `shortfwd` has; so packed heads must save 2 %
@@ -67,8 +68,9 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
         return Chosen(track, shape.queries, cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, 1)
 
     least = max(width, 64)
-    shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, width, programs)
-    expected = {unpacked("shortfwd", shape): time(shape, RUNNING[least, shape.queries])}
+    shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, programs)
+    times = FEW_KEYS if shape.keys == 32 else RUNNING[least, shape.queries]
+    expected = {unpacked("shortfwd", shape): time(shape, times)}
     # Without splits and packed heads, "decode" has nothing that "shortfwd" has not.
     times = RUNNING[least, plan.shape.queries]
     if plan.splits > 1:

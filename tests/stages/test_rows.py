@@ -24,8 +24,8 @@ CHOOSING = once([name for name in stages.names() if "queries_of" in names_in(nam
 def test_each_number_of_rows_is_chosen(heads, seq_q, seq_k, causal, queries, name):
     sizes_of = names_in(name)["sizes_of"]
     for width in (16, 32, 64):
-        assert sizes_of(heads, seq_q, seq_k, 0, causal, width, 132).queries == queries
-    assert sizes_of(heads, seq_q, seq_k, 0, causal, 128, 132).queries == 128
+        assert sizes_of(heads, seq_q, seq_k, 0, causal, width, width, 132).queries == queries
+    assert sizes_of(heads, seq_q, seq_k, 0, causal, 128, 128, 132).queries == 128
 
 
 @pytest.mark.parametrize("name", CHOOSING)
@@ -51,4 +51,42 @@ def test_tiles_of_192_rows_are_right(seq_q, seq_k, causal, head_dim, value_dim, 
     with interpreted_as(Device(num_sms=2)):
         out, lse = stage.forward(q, k, v, **options)
     assert [shape.queries for shape in shapes] == [192]
+    assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
+
+
+FEW_KEYS = once([name for name in stages.names() if "fewer_keys" in names_in(name)], "forward")
+
+
+@pytest.mark.parametrize("name", FEW_KEYS)
+@pytest.mark.parametrize(
+    ("heads", "seq_q", "seq_k", "causal", "keys"),
+    [
+        (100, 11392, 77, False, 32),
+        (2520, 402, 402, True, 64),
+        (512, 224, 224, True, 64),
+        (512, 96, 224, False, 32),
+        (100, 5000, 290, False, 64),
+    ],
+)
+def test_each_number_of_keys_is_chosen(heads, seq_q, seq_k, causal, keys, name):
+    sizes_of = names_in(name)["sizes_of"]
+    assert sizes_of(heads, seq_q, seq_k, 0, causal, 256, 256, 132).keys == keys
+    assert sizes_of(heads, seq_q, seq_k, 0, causal, 256, 128, 132).keys == 64  # O has buffers of its own, so one of Q fits
+    assert sizes_of(heads, seq_q, seq_k, 0, causal, 64, 256, 132).keys == 64
+
+
+@pytest.mark.parametrize("name", FEW_KEYS)
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "causal"), [(257, 77, False), (200, 200, True), (130, 193, BOTTOM_RIGHT), (129, 1, False)]
+)
+def test_few_and_many_keys_are_right(seq_q, seq_k, causal, few, name, monkeypatch):
+    """Two CTAs share the tiles of four heads, so a CTA computes several tiles."""
+    stage = available(name)
+    set_names(monkeypatch, name, fewer_keys=lambda *_: few)
+    monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes
+    q, k, v, _ = make_inputs(seq_q, seq_k, 256, torch.float16, batch=2, heads=2, kv_heads=1)
+    options = {"causal": bool(causal), "scale": 256**-0.5, "diagonal": diagonal(causal, seq_q, seq_k)}
+    with interpreted_as(Device(num_sms=2)):
+        out, lse = stage.forward(q, k, v, **options)
     assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))

@@ -75,7 +75,7 @@ def ladder(found: list[results.Run]) -> str:
     libraries = dict.fromkeys(results.spoken(name) for run in used for name in run.libraries)
     measured = (
         f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
-        f"Libraries: {', '.join(libraries)}. Measured on {'; '.join(results.origins(used))}."
+        f"Libraries: {', '.join(libraries)}. {results.measured(used)}"
     )
     words = (
         "A dead end is an idea that looked good but made nothing faster. Its parent has the same number: v4a starts from v4. "
@@ -104,8 +104,8 @@ def headline(found: list[results.Run]) -> str:
         "TFLOP/s",
         *(f"× {results.spoken(name)}" for name in (first, *libraries)),
     ]
-    words = f"Measured on {'; '.join(results.origins(used))}."
-    return "\n\n".join([markdown(rows, headers, (headers[0],)), words, *random_shapes()])
+    table = markdown(rows, headers, (headers[0],))
+    return "\n\n".join([table, results.measured(used), *random_shapes()])
 
 
 def random_shapes() -> list[str]:
@@ -118,7 +118,7 @@ def random_shapes() -> list[str]:
     drawn = len({dataclasses.replace(work, pass_="fwd") for work in run.works})
     name = next(name for name in run.names if name not in run.libraries)
     words = (
-        f"{drawn} random shapes, mean (lowest), over the faster of {libraries}. No constant is fitted to them. Measured on "
-        f"{'; '.join(results.origins([run]))}."
+        f"{drawn} random shapes, mean (lowest), over the faster of {libraries}. No constant is fitted to them. "
+        f"{results.measured([run])}"
     )
     return [shapes.brief(run, name), words]

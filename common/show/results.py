@@ -357,6 +357,16 @@ def places(found: Iterable[Run]) -> str:
     return "; ".join(dict.fromkeys(f"{gpu_of(run.machine)}, {short_commit(run.machine['commit'])}" for run in found))
 
 
+def measured(found: Iterable[Run]) -> str:
+    """Return a sentence about where and when these runs were measured. It says versions once if all runs have the same."""
+    machines = [run.machine for run in sorted(found, key=lambda run: run.ended)]
+    versions = {f"torch {machine['torch']} and triton {machine['triton']}" for machine in machines}
+    if len(versions) != 1:
+        return f"Measured on {'; '.join(origins(found))}."
+    where = (f"{gpu_of(machine)}, commit {short_commit(machine['commit'])}, {machine['date']}" for machine in machines)
+    return f"Measured with {versions.pop()} on {'; '.join(dict.fromkeys(where))}."
+
+
 def counted(impl: str | None, pass_: str, head_dim: int, causal: bool) -> dict | None:
     """Return the record of a stage's pass at S = `COUNTED_AT` in `TRAFFIC`, or None if there is none."""
     wanted = (impl, pass_, head_dim, causal, COUNTED_AT)

@@ -300,8 +300,9 @@ FEWER_ROWS = {
 def sizes_of(heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, programs) -> Shape:
     """Return the sizes of a work tile, which SHORT_TILES may replace. `heads` counts the heads of all batch elements."""
     width = max(head_dim, value_dim)
-    queries = queries_of(heads, seq_q, seq_k, diagonal, causal, programs)
-    return FEWER_ROWS.get(queries, TILES[width]) if width <= 64 else TILES[width]
+    if width > 64:
+        return TILES[width]
+    return FEWER_ROWS.get(queries_of(heads, seq_q, seq_k, diagonal, causal, programs), TILES[width])
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0):

@@ -307,8 +307,9 @@ def sizes_of(heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, program
     width = max(head_dim, value_dim)
     if not causal and head_dim == value_dim == 256 and fewer_keys(heads, seq_q, seq_k, programs):
         return FEW_KEYS
-    queries = queries_of(heads, seq_q, seq_k, diagonal, causal, programs)
-    return FEWER_ROWS.get(queries, TILES[width]) if width <= 64 else TILES[width]
+    if width > 64:
+        return TILES[width]
+    return FEWER_ROWS.get(queries_of(heads, seq_q, seq_k, diagonal, causal, programs), TILES[width])
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0):

@@ -8,6 +8,7 @@ would choose. `--fit` prints the constants with which `common.kernels.order.busi
 the newest stage's choices take than the fastest ways.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -27,7 +28,7 @@ from common.measure import machine
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import command, list_of, one_of, positive, single, write_json
 from common.measure.progress import Progress
-from common.measure.random_shapes import HEAD_DIMS, draw
+from common.measure.random_shapes import HEAD_DIMS, JUDGED, draw
 from common.measure.timing import GpuTimer
 from common.measure.traffic import GPUS, stage_call
 from common.measure.workloads import Workload
@@ -69,8 +70,7 @@ def ways(pass_: str, width: int) -> dict[str, tuple]:
     def counted(batch, heads, seq_q, keys, diagonal, causal, width, queries, programs):
         return min(cdiv(seq_q, queries) * batch * heads, programs), False, None  # for diagonal 0
 
-    guess, decode = map(stages.load("newest").forward.__globals__["FORWARDS"].get, ("guess", "decode"))
-    short = stages.load(stages.line("shortfwd")[-1]).forward
+    guess, short, decode = map(stages.load("newest").forward.__globals__["FORWARDS"].get, ("guess", "shortfwd", "decode"))
     tiles, fewer = guess.__globals__["TILES"], short.__globals__["FEWER_ROWS"]
     smaller, few_keys = fewer[128], short.__globals__["FEW_KEYS"]
     yes, no, one, full = map(_always, (True, False, 1, 256))
@@ -151,23 +151,33 @@ def fit(works: list[Workload], times: list[float], tile: tuple[int, int], progra
     return numpy.exp(logs), errors(logs).std()
 
 
+def _dtypeless(work: Workload) -> Workload:
+    return dataclasses.replace(work, dtype="float16")
+
+
 def show_fit(run: dict):
-    """Print the constants of each way, and how much longer the newest stage's choices take than the fastest ways."""
+    """Print the constants of each way, and how much longer the newest stage's choices take than the fastest ways.
+
+    Constants are fitted without the shapes of `JUDGED`.
+    """
     programs = next(gpu.num_sms for gpu in GPUS.values() if gpu.name in run["machine_info"]["gpu"])
+    judged = {_dtypeless(work) for seed, count in JUDGED.items() for work in draw(seed, count)}
     groups = {}
     for record in run["records"]:
         groups.setdefault((record["pass"], record["head_dim"]), []).append((Workload.of(record), record["us"]))
     for (pass_, width), cases in sorted(groups.items()):
         known, ratios = ways(pass_, width), {}
         for name, (_, tile) in known.items():
-            if tile and (found := [(work, us[name]) for work, us in cases if name in us]):
-                constants, deviation = fit(*zip(*found, strict=True), tile, programs)
+            fitted = [(work, us[name]) for work, us in cases if name in us and _dtypeless(work) not in judged]
+            if tile and fitted:
+                constants, deviation = fit(*zip(*fitted, strict=True), tile, programs)
                 print(f"{pass_} D={width} {name}: {constants.round(3)} µs (launches, tile, key tile), ±{deviation:.1%}")
         for work, us in cases:
             if (chosen := choice(work, programs)) in us:  # an old file lacks new ways
                 ratios[work.label] = us[chosen] / min(us[name] for name in known if name in us)
         mean, worst = statistics.geometric_mean(ratios.values()), max(ratios, key=ratios.get)
-        print(f"{pass_} D={width}: choices take ×{mean:.3f} of the fastest way's time, and ×{ratios[worst]:.3f} for {worst}")
+        found = f"{len(ratios)} of {len(cases)} choices" if len(ratios) < len(cases) else "choices"
+        print(f"{pass_} D={width}: {found} take ×{mean:.3f} of the fastest way's time, and ×{ratios[worst]:.3f} for {worst}")
 
 
 def main(argv: list[str]):

@@ -85,20 +85,23 @@ def ladder(found: list[results.Run]) -> str:
 
 
 def headline(found: list[results.Run]) -> str:
-    """Return a table that compares the newest measured stage with the first stage and the libraries."""
+    """Return a table that compares the newest measured stage with the first stage and the libraries. Each ratio is from the
+    newest run that has both, since a run without a fast library would flatter."""
     line = [name for name in stages.line() if any(name in run.names for run in found)]
     held = {name: [results.newest(found, pass_, HEAD_DIM, name) for pass_ in results.CODE] for name in line}
     if not (both := [name for name in line if all(held[name])]):
         return "Not measured yet."
     last, first = both[-1], line[0]
     libraries = list(dict.fromkeys(name for run in reversed(found) for name in run.libraries))
-    libraries = [name for name in libraries if any(name in run.libraries for run in held[last])]
+    libraries = [
+        name for name in libraries if any(results.newest(found, pass_, HEAD_DIM, last, name) for pass_ in results.CODE)
+    ]
     rows, used = [], []
     for pass_, run in zip(results.CODE, held[last], strict=True):
-        works, over_first = results.mean_over(pass_, HEAD_DIM), results.gain(found, last, first, pass_, HEAD_DIM)
-        gains = [over_first and over_first[0], *(results.ratio([run], last, name, works) for name in libraries)]
-        rows.append([PASS_NAMES[pass_], f"{run.rate(last, works):.0f}", *(str(each or "-") for each in gains)])
-        used += [run, *([over_first[1]] if over_first else [])]
+        gains = [results.gain(found, last, name, pass_, HEAD_DIM) for name in (first, *libraries)]
+        rate = f"{run.rate(last, results.mean_over(pass_, HEAD_DIM)):.0f}"
+        rows.append([PASS_NAMES[pass_], rate, *(str(each[0]) if each else "-" for each in gains)])
+        used += [run, *(each[1] for each in gains if each)]
     headers = [
         f"{results.spoken(last)}, D = {HEAD_DIM}",
         "TFLOP/s",

@@ -297,8 +297,8 @@ FEWER_ROWS = {
 }
 
 # Shorter key tiles leave room for a second buffer of Q at D = 256. So the next Q arrives, and the last O leaves, while a tile
-# is computed. With few keys, loads and stores take most of the time. With many, longer key tiles are faster. Not with a causal
-# mask: the diagonal of a consumer's 64 rows would lie in two key tiles, and only the last is masked.
+# is computed. Short tiles also have fewer masked keys. With many keys, longer key tiles are faster. Not with a causal mask:
+# the diagonal of a consumer's 64 rows would lie in two key tiles, and only the last is masked.
 FEW_KEYS = Shape(queries=128, keys=32, kv_slots=3, q_slots=2, maxnreg=168)
 
 

@@ -14,7 +14,7 @@ from stages.shortfwd6_few_keys.forward import sizes_of
 
 
 class Times(NamedTuple):
-    """How long the parts of a forward take: microseconds on an H100, fitted to results/ways-h100.json."""
+    """How long the parts of a forward take: microseconds, most of them fitted to results/ways-h100.json."""
 
     launches: float  # of all launches, with the first loads
     tile: float  # of a query tile, without its key tiles
@@ -22,12 +22,14 @@ class Times(NamedTuple):
 
 
 # Times with a running maximum (`shortfwd`, `decode`) and with a guess, by the larger of D and Dv, and the queries of a tile.
-# Widths below 64 have the times of 64. On other GPUs, times differ, but less so their ratios, which decide.
+# Widths below 64 have the times of 64. On other GPUs, times differ, but less so their ratios, which decide. The times of 192
+# queries were fitted to results/rows-h200.json.
 RUNNING = {
-    (64, 256): Times(9.7, 1.7, 1.03), (64, 192): Times(9.4, 1.1, 0.80), (64, 128): Times(9.5, 1.3, 1.07),
+    (64, 256): Times(9.7, 1.7, 1.03), (64, 192): Times(8.4, 1.2, 0.81), (64, 128): Times(9.5, 1.3, 1.07),
     (128, 128): Times(7.5, 1.5, 1.57), (256, 128): Times(8.2, 3.8, 1.43),
 }  # fmt: skip
-FEW_KEYS = RUNNING[256, 128]._replace(tile=3.4, key_tile=0.82)  # of 32 keys; fitted to results/few-keys-h100.json
+# Key tiles of 32. Both times were fitted to results/few-keys-h100.json. The launches are the same as with 64 keys.
+FEW_KEYS = RUNNING[256, 128]._replace(tile=3.5, key_tile=0.82)
 GUESS = {64: Times(15.1, 2.1, 0.84), 128: Times(12.9, 1.9, 0.73)}  # at D = 256, a guess gained at most 3 %
 SPLIT = {64: 1.1, 128: 1, 256: 0.88}  # time of split keys over what `decode` predicts; fitted to results/even-waves-h200.json
 PACKED = 0.98  # expected times omit short key tiles, which only `shortfwd` has; so packed heads must save 2 %
@@ -69,8 +71,8 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
 
     least = max(width, 64)
     shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, programs)
-    times = FEW_KEYS if shape.keys == 32 else RUNNING[least, shape.queries]
-    expected = {unpacked("shortfwd", shape): time(shape, times)}
+    few_keys = shape.keys == 32
+    expected = {unpacked("shortfwd", shape): time(shape, FEW_KEYS if few_keys else RUNNING[least, shape.queries])}
     # Without splits and packed heads, "decode" has nothing that "shortfwd" has not.
     times = RUNNING[least, plan.shape.queries]
     if plan.splits > 1:

@@ -18,7 +18,7 @@ MAX_SPLITS = 16
 # are zeroed, read again and rounded. They are shortbwd8's at D = 128, where a tile has as many bytes, by the FLOPs of a step.
 # Over 33 backwards, choices took x1.01 of the fastest of nine ways' time, and x1.11 at worst (results/wide-ways-h200.json).
 COSTS = (5, 12)
-QUERY_COSTS = (3, 8)  # the same for query tiles: Q, dO and dQ; fitted to this file, after its choices were measured with (4, 8)
+QUERY_COSTS = (4, 8)  # the same for query tiles: Q, dO and dQ
 GAIN = 0.93  # CTAs share tiles only if this is expected to take less than GAIN of the time
 
 

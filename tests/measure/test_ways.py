@@ -70,18 +70,23 @@ def test_the_fit_finds_the_constants_behind_times(constants):
 
 
 def test_a_file_s_fit_is_printed(tmp_path, capsys):
-    """The choices take twice as long as other ways."""
+    """The choices take twice as long as other ways. A shape of `JUDGED`, whose choice was not measured, changes nothing."""
     works = [work for work in draw(1, 60) if (work.pass_, work.head_dim) == ("fwd", 256)]
     records = [
         work.record() | {"us": dict.fromkeys(ways.ways("fwd", 256), us) | {ways.choice(work, 132): 2 * us, "guess": us}}
         for work, us in zip(works, times(works, 16, 6, 1.4), strict=True)
     ]
+    judged = next(work for work in draw(100, 100) if (work.pass_, work.head_dim) == ("fwd", 256))
+    others = ways.ways("fwd", 256).keys() - {ways.choice(judged, 132)}
+    records.append(judged.record() | {"us": dict.fromkeys(others, 1e6)})
     path = tmp_path / "ways.json"
     path.write_text(json.dumps({"machine_info": {"gpu": "NVIDIA H100 80GB HBM3"}, "records": records}))
     ways.main([str(path), "--fit"])
     shown = capsys.readouterr().out
     assert "fwd D=256 guess: [16.   6.   1.4] µs (launches, tile, key tile), ±0.0%" in shown
-    assert "fwd D=256: choices take ×2.000 of the fastest way's time, and ×2.000 for " in shown
+    assert (
+        f"fwd D=256: {len(works)} of {len(works) + 1} choices take ×2.000 of the fastest way's time, and ×2.000 for " in shown
+    )
 
 
 def test_only_some_workloads_are_measured(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,3 +167,14 @@ def test_results_that_cannot_be_read_are_named_in_one_line(text, tmp_path):
     for load in (results.load_run, results.read):
         with pytest.raises(SystemExit, match="run.json is missing or incomplete"):
             load(path)
+
+
+@pytest.mark.parametrize(("triton", "said"), [
+    ("T", "Measured with torch 2 and triton T on H100, commit a, day 1; H200, commit b, day 2."),
+    ("S", "Measured on NVIDIA H100 80GB, torch 2, triton T, commit a, day 1; NVIDIA H200, torch 2, triton S, commit b, day 2."),
+])  # fmt: skip
+def test_equal_versions_are_said_once(triton, said):
+    older = {"gpu": "NVIDIA H100 80GB", "torch": "2", "triton": "T", "commit": "a", "date": "day 1"}
+    newer = {"gpu": "NVIDIA H200", "torch": "2", "triton": triton, "commit": "b", "date": "day 2"}
+    found = [SimpleNamespace(ended=ended, machine=machine) for ended, machine in ((2, newer), (1, older), (1, older))]
+    assert results.measured(found) == said

@@ -1,4 +1,4 @@
-"""A forward that chooses the rows of its query tiles is right with tiles of 192 rows. The host reaches each number of rows."""
+"""Forwards that choose the sizes of their tiles are right with tiles of 192 rows and of 32 keys. The host reaches each size."""
 
 import pytest
 import torch
@@ -11,6 +11,19 @@ from common.operator import BOTTOM_RIGHT, diagonal
 from common.runtime import Device, interpreted_as
 
 CHOOSING = once([name for name in stages.names() if "queries_of" in names_in(name)], "forward")
+
+
+def watched_shapes(monkeypatch, name, **values):
+    """Replace names of a stage by these values, and return a list that gets the shape of each forward's tiles."""
+    shapes, sizes_of = [], names_in(name)["sizes_of"]
+
+    def watched(*args):
+        shapes.append(sizes_of(*args))
+        return shapes[-1]
+
+    set_names(monkeypatch, name, sizes_of=watched, **values)
+    monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes
+    return shapes
 
 
 @pytest.mark.parametrize("name", CHOOSING)
@@ -37,15 +50,8 @@ def test_each_number_of_rows_is_chosen(heads, seq_q, seq_k, causal, queries, nam
 ])  # fmt: skip
 def test_tiles_of_192_rows_are_right(seq_q, seq_k, causal, head_dim, value_dim, dtype, name, monkeypatch):
     """Two CTAs share the tiles of three heads, so a CTA computes several tiles."""
-    stage, shapes = available(name), []
-    sizes_of = names_in(name)["sizes_of"]
-
-    def watched(*args):
-        shapes.append(sizes_of(*args))
-        return shapes[-1]
-
-    set_names(monkeypatch, name, queries_of=lambda *_: 192, sizes_of=watched)
-    monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes
+    stage = available(name)
+    shapes = watched_shapes(monkeypatch, name, queries_of=lambda *_: 192)
     q, k, v, _ = make_inputs(seq_q, seq_k, head_dim, dtype, batch=1, heads=3, kv_heads=1, value_dim=value_dim)
     options = {"causal": bool(causal), "scale": head_dim**-0.5, "diagonal": diagonal(causal, seq_q, seq_k)}
     with interpreted_as(Device(num_sms=2)):
@@ -76,17 +82,17 @@ def test_each_number_of_keys_is_chosen(heads, seq_q, seq_k, causal, keys, name):
 
 
 @pytest.mark.parametrize("name", FEW_KEYS)
-@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
-    ("seq_q", "seq_k", "causal"), [(257, 77, False), (200, 200, True), (130, 193, BOTTOM_RIGHT), (129, 1, False)]
+    ("seq_q", "seq_k", "causal", "keys"),
+    [(257, 77, False, 32), (257, 77, False, 64), (129, 1, False, 32), (200, 200, True, 64), (130, 193, BOTTOM_RIGHT, 64)],
 )
-def test_few_and_many_keys_are_right(seq_q, seq_k, causal, few, name, monkeypatch):
-    """Two CTAs share the tiles of four heads, so a CTA computes several tiles."""
+def test_tiles_of_32_keys_are_right(seq_q, seq_k, causal, keys, name, monkeypatch):
+    """Two CTAs share the tiles of four heads, so a CTA computes several tiles. With a mask, the tiles have 64 keys."""
     stage = available(name)
-    set_names(monkeypatch, name, fewer_keys=lambda *_: few)
-    monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not contain the test's changes
+    shapes = watched_shapes(monkeypatch, name, fewer_keys=lambda *_: keys == 32 or causal)
     q, k, v, _ = make_inputs(seq_q, seq_k, 256, torch.float16, batch=2, heads=2, kv_heads=1)
     options = {"causal": bool(causal), "scale": 256**-0.5, "diagonal": diagonal(causal, seq_q, seq_k)}
     with interpreted_as(Device(num_sms=2)):
         out, lse = stage.forward(q, k, v, **options)
+    assert [shape.keys for shape in shapes] == [keys]
     assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))

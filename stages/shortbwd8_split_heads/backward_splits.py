@@ -4,11 +4,11 @@ query heads of a key tile into shares, or the steps of a share into splits, and 
 With few K/V heads or keys, key tiles are fewer than SMs. A few more than fit in one wave take the time of two waves. And with a
 causal mask, the longest key tile may take longer than an SM's mean work.
 
-With a causal mask, CTAs start at different diagonals. In many waves of CTAs, the order of query tiles brings them together (see
-`_tile`). In few waves, CTAs stay at different query tiles, so Q, dO and dQ of all query heads of their K/V heads are in use at
-a time. If CTAs of a key tile take different heads, fewer heads are in use, and they stay in the L2 cache. Splits would keep all
-heads in use, so steps are split only if each share has one head. Without a mask, CTAs take the same query tiles at about the
-same time in any case, and shares take as long as splits.
+With a causal mask, CTAs start at different diagonals, so Q, dO and dQ of all query heads of their K/V heads are in use at a
+time. The order of query tiles (see `_tile`) brings CTAs together only for some lengths. If CTAs of a key tile take different
+heads, fewer heads are in use, and they stay in the L2 cache. Splits would keep all heads in use, so steps are split only if
+each share has one head. Without a mask, CTAs take the same query tiles at about the same time in any case, and shares take as
+long as splits.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,6 @@ from common.kernels.order import L2_BUDGET, mean_keys
 from common.layout import cdiv
 
 MAX_SPLITS = 8  # of a share; a K/V head has at most as many shares as query heads
-FEW_WAVES = 4  # in fewer waves of CTAs than this, the order of query tiles does not bring them together
 # Costs in steps of one SM, by the larger of D and Dv, fitted to results/ways-h100.json. A CTA's start loads K and V, and its
 # end adds dK and dV. A key tile's accumulators are zeroed, read again and rounded.
 COSTS = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (4, 9)}
@@ -42,7 +41,7 @@ def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagona
         start, sums = COSTS[width] if ctas > 1 else (0, 0)
         most = cdiv(longest, ctas) + start
         waves = max(tiles * (mean + start * ctas) / (num_sms * most), 1) if causal else cdiv(tiles * ctas, num_sms)
-        spread = causal and tiles < FEW_WAVES * num_sms and heads > 1  # CTAs are at different query tiles
+        spread = causal and heads > 1  # CTAs are at different query tiles
         if spread and heads * seq_q * 8 * width > L2_BUDGET.value:  # bytes of Q, dO and dQ's accumulator
             waves *= CROWDED
         return waves * most + tiles * sums / num_sms

@@ -10,7 +10,8 @@ from stages.decode9_even_waves.forward import cost_of as cost_of_decode
 from stages.decode9_even_waves.forward import plan as plan_of_decode
 from stages.guess8_early_start.forward import TILES
 from stages.guess8_early_start.forward_plan import is_short
-from stages.shortfwd6_few_keys.forward import sizes_of
+from stages.shortfwd7_half_in_registers.forward import sizes_of
+from stages.shortfwd7_half_in_registers.forward_plan import TIMES_OF_256
 
 
 class Times(NamedTuple):
@@ -28,8 +29,8 @@ RUNNING = {
     (64, 256): Times(9.7, 1.7, 1.03), (64, 192): Times(8.4, 1.2, 0.81), (64, 128): Times(9.5, 1.3, 1.07),
     (128, 128): Times(7.5, 1.5, 1.57), (256, 128): Times(8.2, 3.8, 1.43),
 }  # fmt: skip
-# Key tiles of 32. Both times were fitted to results/few-keys-h100.json. The launches are the same as with 64 keys.
-FEW_KEYS = RUNNING[256, 128]._replace(tile=3.5, key_tile=0.82)
+# Times of `shortfwd` at D = Dv = 256 without a mask, by the keys of a tile.
+UNMASKED = {keys: Times(RUNNING[256, 128].launches, *times) for (_, keys), times in TIMES_OF_256.items()}
 GUESS = {64: Times(15.1, 2.1, 0.84), 128: Times(12.9, 1.9, 0.73)}  # at D = 256, a guess gained at most 3 %
 SPLIT = {64: 1.1, 128: 1, 256: 0.88}  # time of split keys over what `decode` predicts; fitted to results/even-waves-h200.json
 PACKED = 0.98  # expected times omit short key tiles, which only `shortfwd` has; so packed heads must save 2 %
@@ -71,8 +72,9 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
 
     least = max(width, 64)
     shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, programs)
-    few_keys = shape.keys == 32
-    expected = {unpacked("shortfwd", shape): time(shape, FEW_KEYS if few_keys else RUNNING[least, shape.queries])}
+    unmasked = head_dim == value_dim == 256 and not causal
+    times = UNMASKED[shape.keys] if unmasked else RUNNING[least, shape.queries]
+    expected = {unpacked("shortfwd", shape): time(shape, times)}
     # Without splits and packed heads, "decode" has nothing that "shortfwd" has not.
     times = RUNNING[least, plan.shape.queries]
     if plan.splits > 1:

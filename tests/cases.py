@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import stages
+from common.checks import diagonal
 from common.entry import entry
 from common.kernels.tuning import tuners
 from common.measure import digest
 from common.measure.reference import assert_close, error_bounds, plain, truth
-from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
 ALWAYS, NEVER = 2**30, -(2**30)  # limits with which rows are always or never short

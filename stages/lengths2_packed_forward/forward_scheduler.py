@@ -135,9 +135,7 @@ def _tile(
     step = BLOCK_N * problem.splits
     head = batch_head % problem.heads
     kv_head = head // problem.heads_per_kv
-    return Tile(
-        batch_head, batch, head, kv_head, kv_batch, first_q, seq_q, start_m, key_tiles, split, step, keys, diagonal
-    )
+    return Tile(batch_head, batch, head, kv_head, kv_batch, first_q, seq_q, start_m, key_tiles, split, step, keys, diagonal)
 
 
 @gluon.jit

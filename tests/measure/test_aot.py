@@ -8,8 +8,8 @@ import pytest
 from cases import taking_lengths
 
 import stages
+from common.checks import HEAD_DIMS
 from common.measure import aot
-from common.operator import HEAD_DIMS
 
 NAMES = stages.names()
 HOPPER = [name for name in NAMES if hasattr(stages.load(name), "unavailable")]

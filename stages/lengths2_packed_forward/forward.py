@@ -427,7 +427,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
         planned = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms(), causal, uneven)
         counter, listed, describe_keys = lse.new_zeros(1, dtype=torch.int32) if planned.counted else None, None, describe_tile
     else:
-        shape = (FEW_ROWS if seq_q < 128 * len(starts.queries) else TILES)[max(head_dim, value_dim)]
+        shape = (FEW_ROWS if seq_q <= 128 * (len(starts.queries) - 1) else TILES)[max(head_dim, value_dim)]
         counter = listed = list_tiles(starts, q, k, shape.queries, causal)  # its first number is the counter
         planned, describe_keys = Plan(shape, 1, (len(listed) - 1) * heads, 1, True), describe_sequences
     shape, packed, splits = planned.shape, planned.packed, planned.splits

@@ -21,7 +21,7 @@ def _sequence(starts_ptr, sequence, sequences, tokens):
     start = tl.load(starts_ptr + sequence, mask=sequence <= sequences, other=0)
     end = tl.load(starts_ptr + sequence + 1, mask=sequence < sequences, other=0)
     start = tl.minimum(tl.maximum(start, 0), tokens)
-    return start, tl.maximum(tl.minimum(end, tokens) - start, 0)
+    return start, tl.maximum(tl.minimum(end, tokens), start) - start
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 import stages
 from common import recording
 from common.checks import BOTTOM_RIGHT
-from common.entry import Starts
+from common.entry import Starts, entry
 from common.interpreter import schedule
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
@@ -85,6 +85,13 @@ def check(stage, packed, causal=True, numbers=None):
     return out
 
 
+def forward(stage, q, k, v, *starts):
+    """Call a stage's forward itself, because a mode of PyTorch does not see what happens inside of an operator."""
+    of_batch = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    out, lse = entry(stage.forward)(*of_batch, causal=True, scale=SCALE, starts=Starts(*starts))
+    return out[0].transpose(0, 1), lse[0]
+
+
 # (heads, K/V heads, D, Dv, dtype, causal)
 PROBLEMS = [
     (2, 2, 64, 64, HALF, True),
@@ -126,7 +133,7 @@ def test_only_rows_of_sequences_are_written(taking):
     """Rows of `out` and `lse` behind the last sequence keep what was in memory, and so does what surrounds them."""
     packed = Packed([(70, 90), (130, 40)], behind=200)
     with PoisonedMemory() as memory:
-        out, lse = taking.attention_varlen(*packed, causal=True, scale=SCALE, return_lse=True)
+        out, lse = forward(taking, *packed)
     memory.check()
     assert out[200:].isnan().all() and lse[:, 200:].isnan().all()
     assert_right(out, lse, packed, True)
@@ -177,7 +184,7 @@ def test_wrong_starts_write_only_inside_of_the_tensors(taking, values):
     q, k, v, *_ = Packed([(90, 90)])
     with PoisonedMemory() as memory:
         for of_q, of_k in itertools.product((on_device(values), on_device([0, 40, 90])), repeat=2):
-            taking.attention_varlen(q, k, v, of_q, of_k, causal=True)
+            forward(taking, q, k, v, of_q, of_k)
     memory.check()
 
 
@@ -291,7 +298,7 @@ def changed(names, change):
 
 OF_Q, OF_K = ["cu_seqlens_q"], ["cu_seqlens_k"]
 BAD = {
-    "q with a batch": (changed("q", lambda t: t[None]), ValueError, r"q must have 3 dimensions \[tokens, heads, head_dim\], got 4"),
+    "q with a batch": (changed("q", lambda t: t[None]), ValueError, r"q must have 3 dimensions \[tokens, .*\], got 4"),
     "k is a list": ({"k": [1.0]}, TypeError, "k must be a torch.Tensor, got list"),
     "v of another dtype": (changed("v", torch.Tensor.bfloat16), TypeError, "v must have the dtype of q"),
     "k elsewhere": (changed("k", lambda t: t.to(ELSEWHERE)), ValueError, "k must be on the device of q"),

@@ -151,7 +151,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
     out = acc * normalize
-    if problem.is_split is not None or problem.lengths is not None or problem.listed is not None:
+    if problem.is_split is not None or problem.lengths is not None:
         out = gl.where(idle, 0.0, out)
     if tensors.part is not None:  # `part` is the head's first row in `tensors.part`
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
@@ -423,8 +423,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     if starts is None:
         keys = min(seq_k, seq_q + diagonal) if causal and lengths is None else seq_k
-        uneven = lengths is not None
-        planned = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms(), causal, uneven)
+        planned = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms(), causal, bool(lengths))
         counter, listed, describe_keys = lse.new_zeros(1, dtype=torch.int32) if planned.counted else None, None, describe_tile
     else:
         shape = (FEW_ROWS if seq_q <= 128 * (len(starts.queries) - 1) else TILES)[max(head_dim, value_dim)]
@@ -441,7 +440,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
     programs = min(planned.tiles * splits, num_sms())
     _forward_kernel[programs,](
         describe_tile(queries, *rows), describe_keys(k, shape.keys), describe_keys(v, shape.keys),
-        describe_tile(outputs, *rows), out_ptr, lses, parts, counter, lengths and lengths.keys, listed, scale,
+        describe_tile(outputs, *rows), out_ptr, lses, parts, counter, lengths.keys if lengths else listed, listed, scale,
         batch * heads // packed, heads // packed, heads // kv_heads // packed, seq_q * packed, seq_k, diagonal, splits,
         VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
         STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,

@@ -30,8 +30,8 @@ class Problem(NamedTuple):
     scale: tl.tensor
     splits: tl.tensor  # number of parts into which the keys are split, so that few query tiles keep all CTAs busy
     is_split: tl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
-    lengths: tl.tensor | None  # pointer to the sequences' numbers of keys, [B]; None if each sequence has seq_k keys
-    listed: tl.tensor | None  # pointer to the list of tiles if sequences are joined (`forward_list`)
+    lengths: tl.tensor | None  # pointer to the sequences' numbers of keys, [B], or `listed`; None if each has seq_k keys
+    listed: tl.tensor | None  # pointer to the list of tiles of joined sequences (`forward_list`); else None
 
 
 class Tile(NamedTuple):
@@ -97,7 +97,7 @@ def _key(start_n, tile, problem, BLOCK_N: tl.constexpr):
     With lengths, a sequence's last tile starts earlier, so that it ends with the sequence. Memory behind the sequence may hold
     NaN, and 0 * NaN would be NaN in P V. Before key 0, TMA fills in zeros.
     """
-    return start_n if problem.lengths is None and problem.listed is None else tl.minimum(start_n, tile.keys - BLOCK_N)
+    return start_n if problem.lengths is None else tl.minimum(start_n, tile.keys - BLOCK_N)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _tile(
     )  # fmt: skip
     batch = batch_head // problem.heads
     keys, diagonal = problem.seq_k, problem.diagonal
-    if problem.lengths is not None:
+    if problem.lengths is not None and problem.listed is None:
         keys = tl.minimum(tl.maximum(tl.load(problem.lengths + batch), 0), problem.seq_k)
         diagonal = keys - problem.seq_q // PACKED if CAUSAL else 0  # the last query sees all keys
     # Start early, so that start_m // PACKED + diagonal is a multiple of ROWS // PACKED. Then a consumer's diagonal lies in
@@ -130,7 +130,7 @@ def _tile(
     key_tiles = _key_tiles(start_m + BLOCK_M, keys, diagonal, BLOCK_N, PACKED, CAUSAL)
     if problem.lengths is not None:
         key_tiles = tl.where(start_m < problem.seq_q, key_tiles, 0)  # `tiles_m` allows for the most rows before query 0
-    if problem.is_split is not None or problem.lengths is not None or problem.listed is not None:
+    if problem.is_split is not None or problem.lengths is not None:
         key_tiles = tl.maximum(_share(key_tiles, split, problem), 1)  # a split without key tiles loads a tile without using it
     step = BLOCK_N * problem.splits
     head = batch_head % problem.heads

@@ -33,7 +33,7 @@ def _sums(p):
 def _visible(s, start_n, tile, problem, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
     offs_n = _key(start_n, tile, problem, s.shape[1]) + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    if problem.lengths is None and problem.listed is None:
+    if problem.lengths is None:
         visible = (offs_n < tile.keys)[None, :]
     else:
         # Keys before start_n belong to the tile before. An idle consumer may see the last key, so that its maximum is finite.

@@ -14,10 +14,7 @@ CHUNK = tl.constexpr(512)  # sequences that a program reads at once, and tiles t
 
 @triton.jit
 def _sequence(starts_ptr, sequence, sequences, tokens):
-    """Return a sequence's first token and its number of tokens. No start is read as one outside of the tensor's tokens.
-
-    Sequences from number `sequences` on have no tokens.
-    """
+    """Return a sequence's first token and its number of tokens, both inside of the tensor. Past the last one there are none."""
     start = tl.load(starts_ptr + sequence, mask=sequence <= sequences, other=0)
     end = tl.load(starts_ptr + sequence + 1, mask=sequence < sequences, other=0)
     start = tl.minimum(tl.maximum(start, 0), tokens)
@@ -58,10 +55,10 @@ def _list_kernel(
         entry = list_ptr + (1 + first + tile).to(tl.int64) * FIELDS
         inside = (tile < tiles) & (first + tile < most)  # starts that do not rise may make more tiles
         tl.store(entry, (tiles - 1 - tile) * BLOCK_M - before, mask=inside)
-        tl.store(entry + 1, first_q + tl.zeros_like(tile), mask=inside)
-        tl.store(entry + 2, queries + tl.zeros_like(tile), mask=inside)
-        tl.store(entry + 3, first_k + tl.zeros_like(tile), mask=inside)
-        tl.store(entry + 4, keys + tl.zeros_like(tile), mask=inside)
+        tl.store(entry + 1, first_q, mask=inside)
+        tl.store(entry + 2, queries, mask=inside)
+        tl.store(entry + 3, first_k, mask=inside)
+        tl.store(entry + 4, keys, mask=inside)
 
 
 def list_tiles(starts, q, k, block_m, causal):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import stages
-from common import operator
+from common import checks
 from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, attention_of, refusal, timed_call
 from common.measure.counter import Count, count
@@ -121,7 +121,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         return ",".join(map(str, values))
 
     passes, dtypes = ({name: name for name in names} for names in (workloads.PASSES, workloads.DTYPES))
-    head_dims = {str(head_dim): head_dim for head_dim in operator.HEAD_DIMS}
+    head_dims = {str(head_dim): head_dim for head_dim in checks.HEAD_DIMS}
     stage_help = (
         f"any of {joined(stages.names())}, or short names such as v3; a single stage adds its parent and v0; default: all"
     )

@@ -18,6 +18,17 @@ class Lengths(NamedTuple):
     keys: Tensor  # [B], int32, contiguous: the number of keys of each sequence, at the start of the sequence's part of k and v
 
 
+class Starts(NamedTuple):
+    """Where the sequences of a packed batch start, as tensors on the device, [B + 1], int32, contiguous.
+
+    q, k and v are [1, H, tokens, D]. Sequence b has the tokens from number starts[b] up to, but without, number starts[b + 1].
+    The host never reads the starts. Whatever they are, a stage reads and writes only inside the tensors.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
 class Unavailable(RuntimeError):
     """A stage cannot run here. The message says why, and what to do or which stage to use instead."""
 

@@ -2,130 +2,36 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
-from numbers import Real
 
-import numpy
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from common.entry import Lengths, autocast_device, entry
+from common.checks import (
+    check_cache_seqlens,
+    check_inputs,
+    check_packed,
+    checked_causal,
+    checked_flag,
+    checked_scale,
+)
+from common.entry import Lengths, Starts, autocast_device, entry
 from common.layout import empty_rows
-from common.runtime import DEVICE, INTERPRETED
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HEAD_DIMS = (16, 32, 64, 128, 256)
-SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless the scale is 0
-BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this text
 OF_SDPA = {  # arguments of PyTorch's scaled_dot_product_attention that a user may try
     "is_causal": "is_causal: this function's name for it is causal",
     "enable_gqa": "enable_gqa: k and v may always have fewer heads than q",
     "attn_mask": "attn_mask: not supported; there is only causal=True and causal='bottom-right'",
     "dropout_p": "dropout_p: not supported",
 }
-NO_GRADIENTS = "cache_seqlens has no gradients, but q, k or v requires gradients; call attention under torch.no_grad()"
+NO_GRADIENTS = "{} has no gradients, but q, k or v requires gradients; call {} under torch.no_grad()"
+OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
+OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
-
-
-def checked_flag(name, value) -> bool:
-    """Return `value` as a bool if it is a bool of Python or numpy. Otherwise raise TypeError."""
-    if not isinstance(value, (bool, numpy.bool_)):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-    return bool(value)
-
-
-def diagonal(causal: bool | str, seq_q: int, seq_k: int) -> int:
-    """Return the diagonal of a causal mask, as in `torch.tril`. Query i sees key j if j <= i + diagonal."""
-    return seq_k - seq_q if causal == BOTTOM_RIGHT else 0
-
-
-def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
-    """Return whether there is a mask, and its diagonal. Raise TypeError or ValueError for an invalid `causal`."""
-    if isinstance(causal, (bool, numpy.bool_)):
-        return bool(causal), 0
-    if not isinstance(causal, str):
-        raise TypeError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {type(causal).__name__}")
-    if causal != BOTTOM_RIGHT:
-        raise ValueError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {causal[:40]!r}")
-    if seq_q > seq_k:
-        raise ValueError(
-            f"causal={BOTTOM_RIGHT!r} needs at least as many keys as queries, got {seq_q} queries and {seq_k} keys"
-        )
-    return True, diagonal(causal, seq_q, seq_k)
-
-
-def checked_scale(scale, head_dim: int) -> float:
-    """Return `scale` as a float, or 1 / sqrt(head_dim) for None. Raise TypeError or ValueError for an invalid scale."""
-    if scale is None:
-        return head_dim**-0.5
-    if isinstance(scale, (bool, numpy.bool_)) or not isinstance(scale, Real):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale != 0 and not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:  # also for NaN
-        raise ValueError(
-            f"scale must be 0 or have an absolute value from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, got {str(scale)[:40]}"
-        )
-    return float(scale)
-
-
-def _check_dense(name: str, tensor):
-    """Raise TypeError if `tensor` is no dense tensor."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        got = "a nested tensor" if tensor.is_nested else tensor.layout
-        raise TypeError(f"{name} must be a dense tensor (layout torch.strided), got {got}")
-
-
-def check_inputs(q, k, v):
-    """Raise ValueError or TypeError for wrong inputs, before any kernel runs.
-
-    The message names the argument, its value and the valid values. Every call makes these checks, so they must be fast.
-    """
-    shapes = []
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_dense(name, tensor)
-        shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
-        if len(shape) != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, head_dim], got {len(shape)}")
-        if dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {dtype}")
-        if dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {dtype}")
-        if device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {device}")
-        # On a machine without a GPU, a stage without kernels runs on the CPU.
-        if device.type != DEVICE and (device.type != "cpu" or torch.cuda.is_available()):
-            why = "kernels run on the CPU, through Triton's interpreter" if INTERPRETED else "a GPU is in use"
-            raise ValueError(f"{name} must be on a {DEVICE} device ({why}), got {device}")
-        if 0 in shape:
-            raise ValueError(f"{name} must not have a dimension of 0, got {shape}")
-        shapes.append(shape)
-    of_q, of_k, of_v = shapes
-    for name, head_dim in (("head_dim, the last dimension of q and k,", of_q[3]), ("the last dimension of v", of_v[3])):
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(f"{name} must be one of {HEAD_DIMS}, got {head_dim}")
-    if (of_k[0], of_k[3]) != (of_q[0], of_q[3]):
-        needed = "[batch, kv_heads, Sk, head_dim] with the batch and head_dim of q"
-        raise ValueError(f"k must be {needed}: q {of_q}, k {of_k}")
-    if of_v[:3] != of_k[:3]:
-        raise ValueError(f"v must have k's batch, heads and length {of_k[:3]}, got {of_v[:3]}")
-    if of_q[1] % of_k[1]:
-        raise ValueError(f"the heads of q must be a multiple of the heads of k and v: got {of_q[1]} and {of_k[1]}")
-
-
-def check_cache_seqlens(cache_seqlens, q):
-    """Raise ValueError or TypeError for wrong `cache_seqlens`, as `check_inputs` does. The lengths themselves stay unread."""
-    _check_dense("cache_seqlens", cache_seqlens)
-    if cache_seqlens.dtype != torch.int32:
-        raise TypeError(f"cache_seqlens must be int32, got {cache_seqlens.dtype}")
-    if tuple(cache_seqlens.shape) != (q.shape[0],):
-        needed = f"({q.shape[0]},), one length for each sequence of q"
-        raise ValueError(f"cache_seqlens must have the shape {needed}, got {tuple(cache_seqlens.shape)}")
-    if cache_seqlens.device != q.device:
-        raise ValueError(f"cache_seqlens must be on the device of q, {q.device}, got {cache_seqlens.device}")
 
 
 def autocast(*tensors) -> tuple:
@@ -206,15 +112,33 @@ def _under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tupl
     size = info.batch_size
 
     def fold(one, dim):
-        if not isinstance(one, Tensor):
-            return one
-        return (one.expand(size, *one.shape) if dim is None else one.movedim(dim, 0)).flatten(0, 1)
+        return _mapped(one, dim, size).flatten(0, 1) if isinstance(one, Tensor) else one
 
     results = operator(*map(fold, inputs, in_dims))
     return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
 
 
-def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable) -> Callable:
+def _mapped(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return a tensor of `vmap` with the mapped dimension, which has this size, as the first."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _packed_under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple, tuple]:
+    """Call the operator of packed sequences under `torch.vmap`: let the packed batches follow each other.
+
+    Between two batches lies one more sequence, of the tokens that belong to no sequence of the first batch or of the second.
+    """
+    size = info.batch_size
+    q, k, v, *starts = (_mapped(one, dim, size) for one, dim in zip(inputs[:5], in_dims, strict=False))
+    number = torch.arange(size, dtype=torch.int32, device=q.device)[:, None]
+    starts = [(each.clamp(0, of.shape[1]) + number * of.shape[1]).flatten() for each, of in zip(starts, (q, k), strict=True)]
+    out, lse = operator(*(one.flatten(0, 1) for one in (q, k, v)), *starts, *inputs[5:])
+    return (out.unflatten(0, (size, -1)), lse.unflatten(1, (size, -1))), (0, 1)
+
+
+def _register(
+    name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable, under_vmap=_under_vmap
+) -> Callable:
     """Register a function as the PyTorch operator `kernel_evolution::{name}`, and return the operator.
 
     `torch.library.custom_op` does the same, but each call then takes some 5 µs more CPU time. If a reloaded module registers a
@@ -225,6 +149,7 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
         fake: a function with the arguments of `function`. It returns tensors with any values, and with the shapes, strides and
             dtypes of the results of `function`.
         gradients, setup_context: the two functions that `torch.library.register_autograd` would take.
+        under_vmap: calls the operator under `torch.vmap`, `(operator, info, in_dims, *inputs) -> (results, out_dims)`.
     """
     if name in _libraries:
         _libraries.pop(name)._destroy()
@@ -234,24 +159,28 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     library.impl(name, _autograd_kernel(name, operator, gradients, setup_context), "Autograd", with_keyset=True)
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", functools.partial(_under_vmap, operator), lib=library)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", functools.partial(under_vmap, operator), lib=library)
     return operator
 
 
 def make_attention(package: str, forward: Callable, backward: Callable) -> Callable:
     """Register a stage's two functions as a differentiable PyTorch operator and return the function that users call.
 
+    Also set the stage's `attention_varlen`, the function for packed sequences.
+
     Args:
         package: the stage's `__name__`. Its last part names the operators `kernel_evolution::{name}_forward` and
             `kernel_evolution::{name}_backward`.
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`, or with another argument `lengths=None`, a `Lengths`.
-            With lengths, `diagonal` is 0, and a causal mask is aligned to each length: the last query sees all keys.
+            With lengths, `diagonal` is 0, and a causal mask is aligned to each length: the last query sees all keys. A forward
+            that takes packed sequences has a third argument, `starts=None`, a `Starts`.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take tensors as
             `common.entry` lays them out, and `causal` as a bool. If `causal` is True, query i sees key j only if
             j <= i + diagonal. The diagonal is 0 or Sk - Sq, and never negative.
     """
     name = package.rpartition(".")[2]
     takes_lengths = "lengths" in inspect.signature(forward).parameters
+    sys.modules[package].attention_varlen = _make_varlen(package, forward)
     forward, backward = entry(forward), entry(backward)
 
     def run_forward(
@@ -274,7 +203,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def setup_context(ctx, inputs, output):
         q, k, v, causal, scale, diagonal, *lengths = inputs  # PyTorch may leave out lengths that are None
         if any(length is not None for length in lengths):
-            raise NotImplementedError(NO_GRADIENTS)
+            raise NotImplementedError(OF_CACHE)
         ctx.options = causal, scale, diagonal
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # do not make zero gradients for outputs that the loss does not use
@@ -361,9 +290,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
                 raise NotImplementedError(f"{name} takes no cache_seqlens; stages of the track `lengths` do")
             check_cache_seqlens(cache_seqlens, q)
             if differentiable:
-                raise NotImplementedError(NO_GRADIENTS)
+                raise NotImplementedError(OF_CACHE)
         # With lengths, a mask is aligned to each length, and more queries than keys are no error.
-        causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
+        causal, diagonal = checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
         return_lse = checked_flag("return_lse", return_lse)
         function = forward_op
         if _unwatched(q, k, v, *(() if cache_seqlens is None else (cache_seqlens,))):
@@ -373,3 +302,69 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
 
     attention.__module__, attention.__qualname__ = package, "attention"  # pickle finds the function by these names
     return attention
+
+
+def _make_varlen(package: str, forward: Callable) -> Callable:
+    """Return a stage's `attention_varlen`; `forward` as in `make_attention`. Register its operator if the stage can take it."""
+    name = package.rpartition(".")[2]
+    takes_starts, forward = "starts" in inspect.signature(forward).parameters, entry(forward)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        starts = Starts(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+        out, lse = forward(*(t.transpose(0, 1)[None] for t in (q, k, v)), causal=causal, scale=scale, starts=starts)
+        return out[0].transpose(0, 1), lse[0]
+
+    def fake(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale):
+        out = empty_rows(q.transpose(0, 1)[None], v.shape[-1])
+        return out[0].transpose(0, 1), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+
+    def refuse(*_):
+        raise NotImplementedError(OF_PACKED)
+
+    operator = takes_starts and _register(f"{name}_varlen", run, fake, refuse, refuse, _packed_under_vmap)
+
+    def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale=None, return_lse=False):
+        """Compute exact attention of packed sequences: the tokens of all sequences follow each other in each tensor.
+
+        Each query attends to the keys of its own sequence. The arguments are those of FlashAttention's
+        `flash_attn_varlen_func`, without the lengths of the longest sequences. The host never reads `cu_seqlens`, so a CUDA
+        graph stays right when they change.
+
+        Args:
+            q: [tokens_q, H, D] in float16 or bfloat16. Otherwise q, k and v are as in `attention`.
+            k: [tokens_k, Hkv, D].
+            v: [tokens_k, Hkv, Dv].
+            cu_seqlens_q: where sequences start in q, [B + 1], int32, on the device of q, for B sequences. Sequence b has the
+                queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. A sequence may be empty.
+            cu_seqlens_k: where sequences start in k and v, [B + 1], likewise.
+            causal: a bool or "bottom-right", which both mean "bottom-right": in a sequence with Sq queries and Sk keys, query i
+                does not see key j if j > i + Sk - Sq. A query that sees no key gets zeros, and -inf as its log-sum-exp.
+            scale, return_lse: as in `attention`.
+
+        Returns:
+            out [tokens_q, H, Dv] with the dtype of q, or (out, lse). lse is [H, tokens_q] in float32. The values of queries
+            that belong to no sequence are undefined.
+
+        The call reads and writes only inside its tensors, whatever `cu_seqlens` are: starts below 0 count as 0, and starts
+        above the number of tokens as this number. Results are undefined if starts fall.
+
+        Raises:
+            TypeError, ValueError: as `attention`; also for float32, and for wrong `cu_seqlens`.
+            NotImplementedError: the stage takes no packed sequences; or an input requires gradients, or has a tangent.
+        """
+        if not takes_starts:
+            raise NotImplementedError(f"{name} takes no packed sequences; stages of the track `lengths` do, from its second on")
+        q, k, v = autocast(q, k, v)
+        check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise NotImplementedError(OF_PACKED)
+        causal, _ = checked_causal(causal, 1, 1)  # a sequence may have fewer keys than queries
+        return_lse = checked_flag("return_lse", return_lse)
+        function = run if _unwatched(q, k, v, cu_seqlens_q, cu_seqlens_k) else operator
+        out, lse = function(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, checked_scale(scale, q.shape[-1]))
+        return (out, lse) if return_lse else out
+
+    attention_varlen.__module__, attention_varlen.__qualname__ = package, "attention_varlen"
+    return attention_varlen

@@ -321,16 +321,15 @@ class Recorded:
     have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
     `is_watched()` is true, every call runs the function itself.
 
-    `lengths` is a tuple of tensors, or None. The values of these tensors may change from call to call, as those of all tensors.
+    `lengths` are options that are tuples of tensors. The values of these tensors may change from call to call, as those of all
+    tensors.
     """
 
     def __init__(self, function: Callable):
         self.function, self.replays = function, {}
 
-    def __call__(self, *tensors, causal, scale, diagonal=0, lengths=None):
-        options = {"causal": causal, "scale": scale, "diagonal": diagonal}
-        if lengths is not None:  # most stages take none
-            options["lengths"] = lengths
+    def __call__(self, *tensors, causal, scale, diagonal=0, **lengths):
+        options = {"causal": causal, "scale": scale, "diagonal": diagonal, **lengths}
         try:
             driver = triton.runtime.driver.active
         except RuntimeError:  # there is no GPU, but a stage without kernels needs none
@@ -339,8 +338,8 @@ class Recorded:
             with _alone:
                 return self.function(*tensors, **options)
         device = driver.get_current_device()
-        of_options = causal, type(scale), scale or str(scale), diagonal  # zero as text, because 0.0 equals -0.0
-        given = tensors if lengths is None else (*tensors, *lengths)
+        of_options = causal, type(scale), scale or str(scale), diagonal, *lengths  # zero as text, because 0.0 equals -0.0
+        given = (*tensors, *itertools.chain(*lengths.values()))
         kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, given))
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
@@ -353,8 +352,8 @@ class Recorded:
                     del self.replays[next(iter(self.replays))]
                 return with_tables(self.function, *tensors, **options)
             given = [tensor.detach() for tensor in given]  # new objects, because a tensor passed twice needs two numbers
-            if lengths is not None:
-                options["lengths"] = type(lengths)(*given[len(tensors) :])
+            others = iter(given[len(tensors) :])
+            options |= {name: type(each)(*itertools.islice(others, len(each))) for name, each in lengths.items()}
             with _Recording(given) as recording:
                 results = self.function(*given[: len(tensors)], **options)
             self.replays[kind] = recording.replay(results)

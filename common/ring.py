@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from common.checks import check_inputs, checked_flag, checked_scale
 from common.entry import entry, plainly
 from common.kernels.merging import add, merge
 from common.layout import contiguous_rows, empty_rows
-from common.operator import autocast, check_inputs, checked_flag, checked_scale
+from common.operator import autocast
 from common.runtime import DEVICE
 
 PAUSE_CYCLES = 20_000  # a pause of this many GPU cycles, some 10 µs, lets NCCL's kernel begin

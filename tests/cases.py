@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import stages
+from common.checks import diagonal
 from common.entry import entry
 from common.kernels.tuning import tuners
 from common.measure import digest
 from common.measure.reference import assert_close, error_bounds, plain, truth
-from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
 ALWAYS, NEVER = 2**30, -(2**30)  # limits with which rows are always or never short
@@ -146,9 +146,9 @@ def guessing() -> list[str]:
     return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
 
 
-def taking_lengths() -> list[str]:
-    """Return the stages whose forwards take lengths."""
-    return [name for name in stages.names() if "lengths" in inspect.signature(stages.load(name).forward).parameters]
+def taking_lengths(argument: str = "lengths") -> list[str]:
+    """Return the stages whose forwards take lengths, or another argument: "starts", for packed sequences."""
+    return [name for name in stages.names() if argument in inspect.signature(stages.load(name).forward).parameters]
 
 
 def first_with(text: str, pass_: str) -> str:

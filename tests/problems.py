@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
+from common.checks import BOTTOM_RIGHT, DTYPES, HEAD_DIMS, LARGEST_SCALE, SMALLEST_SCALE
 from common.measure import inputs
 from common.measure.inputs import NORMAL, Scores, Sink, hostile
-from common.operator import BOTTOM_RIGHT, DTYPES, HEAD_DIMS, LARGEST_SCALE, SMALLEST_SCALE
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"

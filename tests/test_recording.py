@@ -390,6 +390,28 @@ except RuntimeError as error:
     )
 
 
+@pytest.mark.parametrize("stage", taking_lengths("starts"))
+def test_a_replay_takes_the_starts_of_its_call(stage):
+    """A replay passes the addresses of the starts on, also where one tensor is both."""
+    run(
+        """
+from common.entry import Starts
+stage = stages.load(sys.argv[1])
+forward, tensors, kept = entry(stage.forward), problem(batch=1), []
+for call in range(8):
+    kept += [torch.zeros(3, dtype=torch.int32) for _ in range(2)]
+    starts = Starts(kept[-1], kept[-1 - call % 2])
+    expected = launched(stage.forward, *tensors, **OPTIONS, starts=starts)
+    assert launched(forward, *tensors, **OPTIONS, starts=starts) == expected
+    assert repeated() == (call >= 2)
+    given = [*map(address, launches[0].args)]
+    assert [given.count(each.data_ptr()) for each in kept[-2:]] == [call % 2, 2 - call % 2]
+    launched(forward, *tensors, **OPTIONS)  # a call of another kind
+""",
+        stage,
+    )
+
+
 @pytest.mark.parametrize("stage", taking_lengths())
 def test_a_replay_takes_the_lengths_of_its_call(stage):
     """A replay passes the address of the lengths on, and not the lengths of the recorded call."""

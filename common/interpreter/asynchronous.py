@@ -44,19 +44,24 @@ class Descriptor:
         self.block_shape, self.layout = list(descriptor.block_shape), descriptor.layout
         self.dtype = in_triton(descriptor.base.dtype)
         self._padding = float("nan") if descriptor.padding == "nan" else 0
-        self._tensor = descriptor.base.detach().as_strided(list(descriptor.shape), list(descriptor.strides))
+        self._base, self.shape = descriptor.base.detach(), tuple(descriptor.shape)
         numel = math.prod(self.block_shape)
         self.block_type = SimpleNamespace(numel=numel, nbytes=numel * descriptor.base.itemsize)
-        self.shape, self.strides = self._tensor.shape, [Scalar(stride, 64) for stride in self._tensor.stride()]
+        self.strides = [Scalar(stride, 64) for stride in descriptor.strides]
 
     def clipped(self, coord):
         """Return the part of a tile inside the tensor, as a view of the tensor and as slices of the tile."""
-        inside, of_tile = [], []
-        for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
-            begin, stop = max(first, 0), max(min(first + size, end), 0)
-            inside.append(slice(begin, max(begin, stop)))
-            of_tile.append(slice(begin - first, max(begin, stop) - first))
-        return self._tensor[tuple(inside)], tuple(of_tile)
+        begins, sizes, of_tile = [], [], []
+        for first, size, end in zip(map(int, coord), self.block_shape, self.shape, strict=True):
+            begin = max(first, 0)
+            stop = max(begin, min(first + size, end))
+            begins.append(begin)
+            sizes.append(stop - begin)
+            of_tile.append(slice(begin - first, stop - first))
+        # A descriptor may describe more than the memory holds, so make no view of the whole.
+        strides = [int(stride) for stride in self.strides]
+        start = 0 if 0 in sizes else sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
+        return self._base.as_strided(sizes, strides, self._base.storage_offset() + start), tuple(of_tile)
 
     def tile(self, coord):
         """Return a tile. Elements outside of the tensor get the padding value."""

@@ -34,8 +34,8 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.entry import Lengths
-from common.measure.options import add_list, command, json_path, list_of, one_of, single, write_json
+from common.entry import Lengths, Starts
+from common.measure.options import PACKED, add_list, command, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -160,10 +160,12 @@ def _compile_case(case: dict) -> list[dict]:
     stage = stages.load(case["stage"])
     calls = [(stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, out, lse))]
     if case["lengths"]:
-        if "lengths" not in inspect.signature(stage.forward).parameters:
-            return [case | {"reason": "takes no lengths"}]
-        options["lengths"] = Lengths(torch.empty(BATCH, dtype=torch.int32, device="meta"))
-        calls = calls[:1]  # with lengths, there are no gradients
+        packed = case["lengths"] == PACKED
+        if ("starts" if packed else "lengths") not in inspect.signature(stage.forward).parameters:
+            return [case | {"reason": "takes no starts" if packed else "takes no lengths"}]
+        numbers = torch.empty(BATCH + packed, dtype=torch.int32, device="meta")
+        options |= {"starts": Starts(numbers, numbers)} if packed else {"lengths": Lengths(numbers)}
+        calls = [(stage.forward, (q[:1], k[:1], v[:1]) if packed else (q, k, v))]  # with lengths, there are no gradients
     for function, arguments in calls:
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -189,7 +191,7 @@ def compile_cases(cases: list[dict]) -> list[dict]:
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`),
-            value_dim (None means head_dim) and lengths (bool: whether each sequence has a length).
+            value_dim (None means head_dim) and lengths (whether each sequence has a length; `PACKED` if they are packed).
 
     Returns:
         Records in the order of the cases. A record is its case's dict with more keys. A row, for a kernel, has those of

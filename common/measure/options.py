@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import stages
+from common.checks import HEAD_DIMS
 from common.measure import files, machine, terminal
 from common.measure.workloads import DTYPES, Workload
-from common.operator import HEAD_DIMS
 
 
 def single(parse: Callable) -> Callable:
@@ -90,6 +90,7 @@ def json_path(text: str) -> Path:
 
 HEAD_DIM = one_of(HEAD_DIMS)
 YES_NO = one_of({"no": False, "yes": True})
+PACKED = "packed"
 
 LISTS = {  # option that takes a list -> (function that converts an item, help text)
     "--stage": (stages.resolve, "such as v3"),
@@ -99,7 +100,10 @@ LISTS = {  # option that takes a list -> (function that converts an item, help t
     "--kv-heads": (positive, "any divisor of the heads (default: as many as heads)"),
     "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: the head dimension)"),
     "--causal": (YES_NO, "no, yes"),
-    "--lengths": (YES_NO, "no, yes: each sequence has its own length"),
+    "--lengths": (
+        one_of({"no": False, "yes": True, PACKED: PACKED}),
+        "no, yes: each sequence has its own length, packed: and all sequences follow each other",
+    ),
     "--dtype": (one_of(DTYPES.keys()), ", ".join(DTYPES)),
 }
 

@@ -8,8 +8,8 @@ import pytest
 from cases import taking_lengths
 
 import stages
+from common.checks import HEAD_DIMS
 from common.measure import aot
-from common.operator import HEAD_DIMS
 
 NAMES = stages.names()
 HOPPER = [name for name in NAMES if hasattr(stages.load(name), "unavailable")]
@@ -25,9 +25,11 @@ SELECTIONS = {
     "every-problem": {"dtype": ("float16", "bfloat16", "float32"), "head_dim": HEAD_DIMS, "causal": BOTH},
 }
 LENGTHS = {"arch": (90,), "dtype": ("float16", "bfloat16"), "causal": BOTH, "lengths": (True,)}
+PACKED = LENGTHS | {"lengths": (aot.PACKED,)}
 CHOSEN = [  # the default run compiles only the newest stage, and the newest stage that needs no Hopper GPU
     (stages.newest(), {"arch": (90,), "head_dim": (64,)}), (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
     *(pytest.param(name, LENGTHS, marks=pytest.mark.long, id=f"{name}-lengths") for name in taking_lengths()),
+    *(pytest.param(name, PACKED, marks=pytest.mark.long, id=f"{name}-packed") for name in taking_lengths("starts")),
     *(
         pytest.param(name, SELECTIONS[key], marks=pytest.mark.long, id=f"{name}-{key}")
         for name, key in itertools.product(NAMES, SELECTIONS)

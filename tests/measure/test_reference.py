@@ -8,9 +8,9 @@ from cases import TILED, make_inputs
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.checks import DTYPES
 from common.measure import reference
 from common.measure.reference import assert_close, assert_correct, error_bounds, plain, truth
-from common.operator import DTYPES
 from common.runtime import DEVICE
 
 SCALE = 0.2

@@ -8,8 +8,8 @@ import torch
 from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
 
 import stages
+from common.checks import DTYPES, HEAD_DIMS, diagonal
 from common.measure.reference import assert_correct, plain, truth
-from common.operator import DTYPES, HEAD_DIMS, diagonal
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 on_gpu = DEVICE == "cuda"

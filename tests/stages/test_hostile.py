@@ -15,9 +15,9 @@ from cases import Part, available, by_functions, check, guessing, namespaces, ne
 
 import stages
 from common import recording
+from common.checks import diagonal
 from common.measure.inputs import Scores, Sink, draw, hostile
 from common.measure.reference import assert_close, error_bounds, plain, truth
-from common.operator import diagonal
 from common.runtime import DEVICE, Device, interpreted_as
 
 on_gpu = DEVICE == "cuda"

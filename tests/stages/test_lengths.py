@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stages
 from common import recording
+from common.checks import BOTTOM_RIGHT
 from common.interpreter import schedule
 from common.measure.counter import count
 from common.measure.reference import assert_correct, plain, truth
-from common.operator import BOTTOM_RIGHT
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 CAPACITY = 300

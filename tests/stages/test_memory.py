@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import _allocation, interpreter
 
 import stages
-from common.operator import BOTTOM_RIGHT, DTYPES
+from common.checks import BOTTOM_RIGHT, DTYPES
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 MARGIN = 1 << 18  # bytes of a margin, more than any tile has

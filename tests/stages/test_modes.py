@@ -11,9 +11,9 @@ from cases import ALWAYS, available, make_inputs, names_in, never_short, once, s
 
 import stages
 from common import recording
+from common.checks import diagonal
 from common.measure.reference import assert_correct, plain, truth
 from common.measure.workloads import Workload
-from common.operator import diagonal
 from common.runtime import DEVICE, num_sms
 from common.show.results import ROOT
 

@@ -14,7 +14,7 @@ from problems import Layout, Problem, problems
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from common.operator import HEAD_DIMS
+from common.checks import HEAD_DIMS
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"

@@ -6,8 +6,8 @@ from cases import available, make_inputs, names_in, once, set_names
 
 import stages
 from common import recording
+from common.checks import BOTTOM_RIGHT, diagonal
 from common.measure.reference import assert_correct, plain, truth
-from common.operator import BOTTOM_RIGHT, diagonal
 from common.runtime import Device, interpreted_as
 
 CHOOSING = once([name for name in stages.names() if "queries_of" in names_in(name)], "forward")

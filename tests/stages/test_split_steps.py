@@ -11,8 +11,8 @@ from test_memory import PoisonedMemory
 
 import stages
 from common import recording
+from common.checks import BOTTOM_RIGHT
 from common.measure.counter import count
-from common.operator import BOTTOM_RIGHT
 from common.runtime import INTERPRETED, Device, interpreted_as
 
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name, "backward")], "backward")

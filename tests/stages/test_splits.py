@@ -12,8 +12,8 @@ from cases import LONG, available, by_functions, make_inputs, names_in, once, on
 
 import stages
 from common import recording
+from common.checks import diagonal
 from common.measure.reference import assert_correct, plain, truth
-from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name)], "forward")

@@ -102,7 +102,7 @@ class Watch:
 
     def _copy(self, begin):
         def watched(load, descriptor, coord, *args):
-            if self._block and descriptor._tensor.data_ptr() == self._start:
+            if self._block and descriptor._base.data_ptr() == self._start:
                 self._note(now().running.program.number, *map(int, coord[1:3]))
             begin(load, descriptor, coord, *args)
 

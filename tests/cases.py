@@ -130,11 +130,6 @@ class Part(NamedTuple):
         return check(stages.load(self.name), q, k, v, grad_out, causal=causal, scale=scale, run=self)
 
     @property
-    def is_end(self) -> bool:
-        """Whether a stage that ends the trunk or a track, or one that gets every test, has this pass's code."""
-        return digest.current(self.name, self.pass_) in {digest.current(name, self.pass_) for name in ends()}
-
-    @property
     def place(self) -> int:
         """The pass's number among all passes. So each pass can get other problems than the next."""
         return parts().index(self)
@@ -144,12 +139,6 @@ class Part(NamedTuple):
 def parts() -> list[Part]:
     """Return the passes of all stages, each distinct code once, by its hash."""
     return [Part(name, pass_) for pass_ in ("forward", "backward") for name in once(stages.names(), pass_)]
-
-
-@functools.cache
-def ends() -> frozenset[str]:
-    """Return the last stages of the trunk and of the tracks, and the stages of `in_full`."""
-    return in_full() | {stages.line(track)[-1] for track in (stages.TRUNK, *stages.tracks())}
 
 
 def guessing() -> list[str]:

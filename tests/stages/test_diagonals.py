@@ -5,7 +5,7 @@ A loop that ends one key too early or too late gives errors only for a few diago
 
 import pytest
 import torch
-from cases import LONG, Part, available, guessing, make_inputs, never_short, parts, set_names
+from cases import LONG, Part, available, guessing, make_inputs, never_short, set_names
 
 from common import recording
 from common.runtime import DEVICE
@@ -28,28 +28,18 @@ def check_diagonal(part, seq_q, diagonal, head_dim=16, dtype=torch.float16):
     part.check(*inputs, causal="bottom-right")
 
 
-def some_next_to_edges():
-    """Yield (pass, problems). Each head dimension has its own tile sizes, and D = 256 its own kernels.
+@pytest.mark.parametrize("turn", range(3 if LONG or on_gpu else 2))
+def test_diagonals_next_to_the_edges_of_tiles(part, turn):
+    """Each head dimension has its own tile sizes, and D = 256 its own kernels.
 
-    In the interpreter's default run, the ends of tracks have D = 128, and D = 16 or 256 in turn. Each other pass has one
-    problem, and the next pass another.
+    The interpreter's default run has D = 128 for every pass, and D = 16 or 256 in turn.
     """
-    for part in parts():
-        problems = NEXT_TO_EDGES
-        if not (LONG or on_gpu):
-            both = 128, (256, 16)[part.place % 2]
-            if part.is_end:
-                problems = [problem for problem in NEXT_TO_EDGES if problem[-1] in both]
-            else:
-                problems = [NEXT_TO_EDGES[part.place % len(NEXT_TO_EDGES)]]
-        yield pytest.param(part, problems, id=str(part))
-
-
-@pytest.mark.parametrize(("one", "problems"), list(some_next_to_edges()))
-def test_diagonals_next_to_the_edges_of_tiles(one, problems):
-    available(one.name)
-    for seq_q, diagonal, head_dim in problems:
-        check_diagonal(one, seq_q, diagonal, head_dim)
+    if turn and not (LONG or on_gpu):
+        turn += part.place % 2
+    head_dim = (128, 256, 16)[turn]
+    for seq_q, diagonal, of in NEXT_TO_EDGES:
+        if of == head_dim:
+            check_diagonal(part, seq_q, diagonal, head_dim)
 
 
 @pytest.mark.long

@@ -161,6 +161,7 @@ def sources(name: str, pass_: str) -> dict[str, str]:
     return {file: stages.source(name, file) for file in stages.files(pass_, name)}
 
 
+@functools.cache  # while tests are collected, it is called a thousand times
 def namespaces(name: str, pass_: str = "forward") -> list[dict]:
     """For each file of a pass, return the dict of its global variables. A change in a dict changes the stage."""
     modules = [file.removesuffix(".py") for file in stages.files(pass_, name)]

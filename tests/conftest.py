@@ -1,5 +1,6 @@
 """A test with an argument `stage` or `part` runs for the stages, or the passes, that tests/cases.py chooses."""
 
+import gc
 import os
 import threading
 import zlib
@@ -75,6 +76,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("stage", cases.tested(every=bool(every)), indirect=True)
     if "part" in metafunc.fixturenames:
         metafunc.parametrize("part", cases.parts(), ids=str, indirect=True)
+
+
+def pytest_collection_finish():
+    """Let garbage collections skip the million objects of modules and tests, which stay until the end."""
+    gc.freeze()
 
 
 def _is_long(marks):

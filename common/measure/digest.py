@@ -78,4 +78,5 @@ def digest(name: str, pass_: str, read: Callable[[str], str | None] = _from_disk
 @functools.cache
 def current(name: str, pass_: str) -> str:
     """Return the digest of a stage's pass as it is now; each pass is read once."""
-    return digest(name, pass_)
+    home = stages.home(name, pass_)
+    return digest(name, pass_) if home == name else current(home, pass_)

@@ -105,11 +105,11 @@ def present(records: list[dict]) -> list[dict]:
     """
     here, moved = {*stages.names()}, stages.moved()
     names = {old: new for old, new in moved.items() if [*moved.values()].count(new) == 1}
-    found = []
+    passes_of, found = functools.cache(passes), []  # many records have one stage
     for record in records:
         name, again, _ = record["impl"].partition(AGAIN)
         now = name if name in here or not stages.position(name) else names.get(name)
-        own = now == name or record["pass"] not in CODE or (now and record["pass"] in passes(now))
+        own = now == name or record["pass"] not in CODE or (now and record["pass"] in passes_of(now))
         found += [record | {"impl": now + again}] if now and own else []
     return found
 
@@ -161,9 +161,10 @@ class Run:
         self._cases = {}
         for record in self.records:
             self._cases.setdefault((record["impl"], record["pass"]), {})[Workload.of(record)] = record
-        for name, pass_ in itertools.product(stages.names() if repeats else [], CODE):  # parents before their children
-            theirs = self._cases.get((stages.parent(name), pass_))
-            if theirs and (name, pass_) not in self._cases and same_code(name, stages.parent(name), pass_):
+        parents = {name: stages.parent(name) for name in (stages.names() if repeats else [])}
+        for (name, parent), pass_ in itertools.product(parents.items(), CODE):  # parents before their children
+            theirs = self._cases.get((parent, pass_))
+            if theirs and (name, pass_) not in self._cases and same_code(name, parent, pass_):
                 self._cases[name, pass_] = {work: record | {"impl": name} for work, record in theirs.items()}
                 self.records += self._cases[name, pass_].values()
         self.names = implementations(self.records)

@@ -1,9 +1,6 @@
 """An exported stage runs without this repository."""
 
-import os
-import subprocess
-import sys
-
+import programs
 import pytest
 
 import stages
@@ -12,6 +9,7 @@ from common.show.export import export
 
 CALL = """
 import sys, torch
+sys.path.remove(sys.argv[2])  # this repository
 from mine import attention
 dtype, device = torch.float16, sys.argv[1]
 q, k, v = (torch.randn(1, heads, 40, 16, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1, 1))
@@ -22,17 +20,10 @@ grads = (torch.autograd.grad(each, (q, k, v), torch.ones_like(each)) for each in
 for got, right in zip(*grads):
     torch.testing.assert_close(got.float(), right.float(), atol=2e-2, rtol=0)
 assert not {name.split(".")[0] for name in sys.modules} & {"common", "stages"}
-sys.path.append(sys.argv[2])  # this repository, which works in the same process
+sys.path.append(sys.argv[2])  # it works in the same process
 import stages
 stages.load(sys.argv[3])
 """
-
-
-def run(folder, program, *arguments):
-    """Run a program in a new process, in which only `folder` can be imported beside installed packages."""
-    command = [sys.executable, "-P", "-c", program, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", ["v3", stages.newest()])
@@ -40,7 +31,7 @@ def test_an_exported_stage_runs_alone(name, tmp_path):
     export(name, tmp_path / "mine")
     if reason := stages.unavailable(stages.resolve(name)):
         pytest.skip(reason)
-    done = run(tmp_path, CALL, "cpu" if INTERPRETED else "cuda", str(stages.directory("v1").parents[1]), name)
+    done = programs.python("-c", CALL, "cpu" if INTERPRETED else "cuda", programs.ROOT, name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     readme = (tmp_path / "mine" / "README.md").read_text()
     assert stages.resolve(name) in readme and "TRITON_INTERPRET=1" in readme and "torch 2" in readme

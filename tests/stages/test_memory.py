@@ -36,7 +36,7 @@ class PoisonedMemory(TorchDispatchMode):
             return result  # a mask or an index, which no kernel writes to
         span = result.untyped_storage().nbytes()
         byte = 0xFF if result.is_floating_point() else 0x7F  # if all bits are 1, a float is NaN and an integer only -1
-        buffer = torch.full((MARGIN + span + MARGIN,), byte, dtype=torch.uint8, device=result.device)
+        buffer = torch.full((MARGIN + span + MARGIN + -span % 8,), byte, dtype=torch.uint8, device=result.device)
         self.buffers.append((str(func), buffer, span, byte))
         inside = buffer[MARGIN : MARGIN + span].view(result.dtype)
         inside = inside.as_strided(result.shape, result.stride(), inside.storage_offset() + result.storage_offset())
@@ -45,8 +45,19 @@ class PoisonedMemory(TorchDispatchMode):
     def check(self):
         """Assert that no margin has been written to."""
         for name, buffer, span, byte in self.buffers:
-            assert (buffer[:MARGIN] == byte).all(), f"write before the start of what {name} returned"
-            assert (buffer[MARGIN + span :] == byte).all(), f"write past the end of what {name} returned"
+            assert _is_full_of(byte, buffer[:MARGIN]), f"write before the start of what {name} returned"
+            assert _is_full_of(byte, buffer[MARGIN + span :]), f"write past the end of what {name} returned"
+
+
+def _is_full_of(byte, margin):
+    """Return whether each byte of a margin, which ends at a multiple of 8 bytes, is `byte`.
+
+    It compares words of 8 bytes, which is a hundred times as fast.
+    """
+    rest = len(margin) % 8
+    words = margin[rest:].view(torch.int64)
+    word = int.from_bytes(8 * bytes([byte]), signed=True)
+    return bool((margin[:rest] == byte).all()) and torch.equal(words, torch.full_like(words, word))
 
 
 def refuse_to_load_nan(monkeypatch):

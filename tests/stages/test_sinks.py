@@ -122,11 +122,11 @@ def recorded(long_work, monkeypatch):
 def sinks():
     """Yield (stage, head dimension, nats, mask, dtype).
 
-    Only the newest stage gets all cases, because all these stages guess with the same code.
+    The default run has the newest stage alone, because all these stages guess with the same code, and not the middle sink.
     """
     for name, head_dim, nats, causal in itertools.product(SAFE, [64, 128], [8, 16, 24], [False, True]):
         for dtype in (torch.float16, torch.bfloat16):
-            marks = [] if name == SAFE[-1] else [pytest.mark.long]
+            marks = [] if name == SAFE[-1] and nats != 16 else [pytest.mark.long]
             yield pytest.param(name, head_dim, nats, causal, dtype, marks=marks)
 
 

@@ -29,7 +29,8 @@ def ordering(pass_):
     """Return the stages that order the tiles of a pass, each distinct scheduler once."""
     file = f"{pass_}_scheduler.py"
     ordered = [name for name in once(stages.names(), pass_) if "tile_and_head" in names_in(name, pass_)]
-    return [name for name in ordered if not stages.source(name, file) or name in once_by_file(ordered, file)]
+    schedulers = once_by_file(ordered, file)
+    return [name for name in ordered if not stages.source(name, file) or name in schedulers]
 
 
 ORDERED = ordering("forward")

@@ -7,7 +7,7 @@ import torch
 from cases import by_functions, check, make_inputs
 
 import stages
-from common.runtime import INTERPRETED, Device, interpreted_as
+from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 NEWEST = stages.load("newest")
 
@@ -71,6 +71,22 @@ def test_the_chosen_pass_runs(monkeypatch):
         assert ran == [f"stages.{choice.forward}.forward", f"stages.{choice.backward}.backward"]
         reached.add(choice.forward)
     assert reached == FORWARDS
+
+
+@pytest.mark.parametrize("call", ["attention", "attention_varlen"])
+def test_different_lengths_run_the_end_of_their_track(call):
+    """The newest stage passes all options on, so its results are those of the track's end."""
+    end = stages.load(stages.line("lengths")[-1])
+    lengths = torch.tensor([0, 70, 128] if call == "attention_varlen" else [90, 100], dtype=torch.int32, device=DEVICE)
+    q, k, v = (tensor.detach() for tensor in make_inputs(128, 128, 64, batch=2)[:3])
+    arguments = (q, k, v)
+    given = {"cache_seqlens": lengths}
+    if call == "attention_varlen":
+        arguments, given = (*(tensor[0].transpose(0, 1) for tensor in arguments), lengths, lengths), {}
+    results = [getattr(stage, call)(*arguments, causal=True, scale=0.1, return_lse=True, **given) for stage in (NEWEST, end)]
+    for own, expected in zip(*results, strict=True):
+        assert torch.equal(own, expected)
+    assert NEWEST.forward.__globals__["forward_of_lengths"] is end.forward
 
 
 def test_float32_falls_back_whatever_is_chosen():

@@ -194,6 +194,9 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
     assert splits(1, 1, 65536, 100) == names_in(name, "backward")["MAX_SPLITS"]
     # The longest tile takes longer than the mean SM. And only one head of 8 leaves room for others in the L2 cache.
     assert splits(156, 8, 9920, 9920, causal=True) == (8 if divides_heads(name) else 2)
+    if divides_heads(name):  # also in many waves, unless the heads of a K/V head all fit
+        assert splits(16 * 66, 8, 8448, 8448, causal=True) == 8
+        assert splits(126 * 11, 8, 1344, 1344, causal=True) == 1
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys
 

@@ -1,0 +1,125 @@
+"""Measure a decoding loop: every step, each sequence has one more key in its cache, and one query attends to all of them.
+
+    python -m common.measure.decoding results/decoding-loop-h100.json   # on a Hopper GPU
+
+The lengths stay on the device, and a step adds 1 to them there. Steps are timed one after the other, launched one by one and as
+a CUDA graph that was captured once. A step writes nothing to the cache, since all implementations would do so alike.
+"""
+
+import functools
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from tabulate import tabulate
+from torch.nn.functional import scaled_dot_product_attention
+
+import stages
+from common.kernels.hopper import unavailable
+from common.measure import machine
+from common.measure.baselines import BASELINES
+from common.measure.options import command, write_json
+from common.measure.progress import Progress
+from common.measure.timing import GpuTimer, copy_gbps, host_seconds, seconds_of_row
+from common.runtime import DEVICE
+
+BATCHES, CAPACITIES = (1, 8, 64), (1024, 8192, 32768, 131072)
+HEADS, KV_HEADS, HEAD_DIM = (32, 64), 8, 128
+STEPS = 1000
+LOOP_S = 0.3  # a loop takes about this many seconds at most, with fewer steps if they are slow
+ROUNDS = 3  # loops of each implementation
+
+
+def implementations(q, k, v, lengths) -> dict[str, Callable]:
+    """Return a function for each implementation that attends to the caches k and v [B, S, Hkv, D], up to `lengths`.
+
+    SDPA takes no lengths on the device. It attends to the whole caches, which it would have to slice on the host.
+    """
+    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    own = stages.load("newest").attention
+    found = {stages.newest(): functools.partial(own, *heads_first, cache_seqlens=lengths)}
+    if "flash-3" in BASELINES:
+        found["flash-3"] = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, seqused_k=lengths, num_splits=0)
+    found["sdpa, whole"] = functools.partial(scaled_dot_product_attention, *heads_first, enable_gqa=True)
+    return found
+
+
+def graph_of(step: Callable) -> Callable:
+    """Return a function that replays a CUDA graph of `step`."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measure(batch: int, heads: int, capacity: int, copy_rate: float) -> dict:
+    """Return the record of a case: for each implementation, the µs of a step, in a graph and one by one, and of the host.
+
+    A copy moves `copy_rate` bytes per second, read and written. `copy_us` is how long that takes for a step's bytes.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(batch, 1, heads), (batch, capacity, KV_HEADS), (batch, capacity, KV_HEADS)]
+    q, k, v = (torch.randn(*shape, HEAD_DIM, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    lengths = torch.full((batch,), capacity, dtype=torch.int32, device="cuda")
+    key_bytes = 2 * KV_HEADS * HEAD_DIM * k.itemsize  # of K and V
+    steps = min(STEPS, capacity, max(10, int(LOOP_S * copy_rate / (batch * capacity * key_bytes))))
+    keys = capacity - (steps - 1) / 2  # of a sequence, on average
+    record = {"batch": batch, "heads": heads, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": capacity, "steps": steps}
+    record |= {"dtype": "bfloat16", "copy_us": round(batch * keys * key_bytes / copy_rate * 1e6, 2), "us": {}}
+    for name, attend in implementations(q, k, v, lengths).items():
+
+        def step(attend=attend):
+            lengths.add_(1)
+            return attend()
+
+        def loop(call):
+            lengths.fill_(capacity - steps)
+            return seconds_of_row(call, steps)
+
+        for _ in range(3):  # compile, then record
+            loop(step)
+        alone = statistics.median(loop(step) for _ in range(ROUNDS))
+        host = statistics.median(host_seconds(attend, alone))
+        replay = graph_of(step)
+        in_graph = statistics.median(loop(replay) for _ in range(ROUNDS))
+        times = {"graph": in_graph, "alone": alone, "host": host}
+        record["us"][name] = {key: round(seconds * 1e6, 2) for key, seconds in times.items()}
+    return record
+
+
+def table(records: list[dict]) -> str:
+    """Return a table of the cases."""
+    names = list(records[0]["us"])
+    rows = []
+    for record in records:
+        own, *others = (record["us"][name] for name in names)
+        row = [record["batch"], f"{record['heads']}/{record['kv_heads']}", record["capacity"], own["graph"]]
+        row += [f"{record['copy_us'] / own['graph']:.2f}", *(f"{other['graph'] / own['graph']:.2f}" for other in others)]
+        rows.append([*row, own["alone"], own["host"], *(other["host"] for other in others)])
+    headers = ["B", "heads", "capacity", f"{names[0]}, µs", "of copy rate", *(f"× {name}" for name in names[1:])]
+    return tabulate(rows, [*headers, "no graph, µs", *(f"host, {name}" for name in names)], disable_numparse=True)
+
+
+def main(argv: list[str]):
+    """Run the command line."""
+    parser = command("common.measure.decoding", __doc__, "the JSON file to write")
+    options = parser.parse_args(argv)
+    if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
+        raise SystemExit(f"common.measure.decoding {reason}")
+    copy_rate = copy_gbps(GpuTimer()) * 1e9
+    cases = list(itertools.product(BATCHES, HEADS, CAPACITIES))
+    facts, records = machine.facts(), []
+    with Progress(len(cases)) as bar:
+        for number, (batch, heads, capacity) in enumerate(cases, start=1):
+            bar.begin(f"{number} of {len(cases)}, B={batch}, {heads} heads, {capacity} keys")
+            records.append(measure(batch, heads, capacity, copy_rate))
+            write_json(options.file, {"machine_info": facts, "records": records})
+            torch.cuda.empty_cache()
+            bar.update(1)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

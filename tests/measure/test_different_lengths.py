@@ -1,0 +1,60 @@
+"""The benchmarks of packed batches and of decoding loops draw valid lengths, and compare what computes the same."""
+
+import pytest
+import torch
+from cases import available
+
+import stages
+from common.measure import decoding, packed
+from common.measure.baselines import BASELINES
+from common.runtime import DEVICE
+
+
+@pytest.mark.parametrize("tokens", packed.TOKENS)
+def test_lengths_are_drawn_within_their_limits(tokens):
+    lengths = [packed.draw(tokens, seed) for seed in range(20)]
+    assert all(sum(drawn) == tokens for drawn in lengths)
+    assert all(packed.SHORTEST <= length <= packed.LONGEST for drawn in lengths for length in drawn[:-1])
+    assert packed.draw(tokens, 3) == lengths[3] != lengths[4]
+    assert packed.starts_of([3, 0, 2], "cpu").tolist() == [0, 3, 3, 5]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_padded_batch_has_the_results_of_the_packed_one(causal):
+    """Without a mask, a padded batch also sees its padding. So only a batch without padding has the same results."""
+    available(stages.newest())
+    lengths = [70, 5, 130] if causal else [64, 64]
+    q, k, v, grad_out = (torch.randn(sum(lengths), 2, 64, device=DEVICE).half() for _ in range(4))
+    found = packed.calls(lengths, "fwd", [q, k, v], grad_out, causal)
+    own, batch = found[stages.newest()](), found["padded"]()
+    for number, part in enumerate(own.split(lengths)):
+        torch.testing.assert_close(batch[number, :, : len(part)].transpose(0, 1), part, rtol=1e-2, atol=1e-3)
+    assert packed.calls([1] * 40 + [130], "fwd", [q, k, v], grad_out, causal).keys() == found.keys() - {"padded"}
+
+
+def test_a_step_attends_to_the_keys_that_the_lengths_count():
+    available(stages.newest())
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, *shape, 64, device=DEVICE).half() for shape in ((1, 4), (100, 2), (100, 2)))
+    whole = decoding.implementations(q, k, v, torch.full((2,), 100, dtype=torch.int32, device=DEVICE))
+    assert whole.keys() == {stages.newest(), "sdpa, whole"} | BASELINES.keys() & {"flash-3"}
+    torch.testing.assert_close(whole[stages.newest()](), whole["sdpa, whole"](), rtol=1e-2, atol=1e-3)
+    part = decoding.implementations(q, k, v, torch.full((2,), 60, dtype=torch.int32, device=DEVICE))[stages.newest()]()
+    expected = decoding.implementations(q, k[:, :60], v[:, :60], None)["sdpa, whole"]()
+    torch.testing.assert_close(part, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_tables_compare_with_the_newest_stage():
+    us = {stages.newest(): 10.0, "flash-3": 15.0, "flash-2": 20.0}
+    record = {"pass": "fwd", "tokens": 100, "sequences": 2, "kv_heads": 8, "head_dim": 64, "causal": True, "us": us}
+    assert "1.50" in packed.table([record | {"host_us": 1.0}])
+    us = {name: {"graph": time, "alone": time, "host": time} for name, time in us.items()}
+    record = {"batch": 1, "heads": 32, "kv_heads": 8, "capacity": 1024, "copy_us": 9.0, "us": us}
+    assert "0.90" in (found := decoding.table([record])) and "1.50" in found
+
+
+@pytest.mark.parametrize("module", [packed, decoding])
+def test_both_need_a_hopper_gpu(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    with pytest.raises(SystemExit, match="needs a Hopper GPU"):
+        module.main([str(tmp_path / "run.json")])

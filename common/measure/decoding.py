@@ -4,6 +4,9 @@
 
 The lengths stay on the device, and a step adds 1 to them there. Steps are timed one after the other, launched one by one and as
 a CUDA graph that was captured once. A step writes nothing to the cache, since all implementations would do so alike.
+
+All sequences of a case are equally long. Then a step is timed in a graph with lengths drawn log-uniform, and with equal lengths
+that have as many keys together.
 """
 
 import functools
@@ -14,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 from tabulate import tabulate
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import stages
@@ -28,6 +32,7 @@ from common.runtime import DEVICE
 BATCHES, CAPACITIES = (1, 8, 64), (1024, 8192, 32768, 131072)
 HEADS, KV_HEADS, HEAD_DIM = (32, 64), 8, 128
 STEPS = 1000
+SHORTEST = 64  # keys, where lengths differ
 LOOP_S = 0.3  # a loop takes about this many seconds at most, with fewer steps if they are slow
 ROUNDS = 3  # loops of each implementation
 
@@ -44,6 +49,12 @@ def implementations(q, k, v, lengths) -> dict[str, Callable]:
         found["flash-3"] = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, seqused_k=lengths, num_splits=0)
     found["sdpa, whole"] = functools.partial(scaled_dot_product_attention, *heads_first, enable_gqa=True)
     return found
+
+
+def spread(batch: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return lengths drawn log-uniform up to `capacity`, and equal lengths with as many keys together, except for rounding."""
+    drawn = SHORTEST * (capacity / SHORTEST) ** torch.rand(batch, generator=torch.Generator().manual_seed(0))
+    return drawn.int(), torch.full((batch,), round(drawn.mean().item()), dtype=torch.int32)
 
 
 def graph_of(step: Callable) -> Callable:
@@ -85,6 +96,11 @@ def measure(batch: int, heads: int, capacity: int, copy_rate: float) -> dict:
         replay = graph_of(step)
         in_graph = statistics.median(loop(replay) for _ in range(ROUNDS))
         times = {"graph": in_graph, "alone": alone, "host": host}
+        if name != "sdpa, whole":
+            for key, each in zip(("different", "equal"), spread(batch, capacity), strict=True):
+                lengths.copy_(each)
+                replay = graph_of(attend)
+                times[key] = statistics.median(seconds_of_row(replay, steps) for _ in range(ROUNDS))
         record["us"][name] = {key: round(seconds * 1e6, 2) for key, seconds in times.items()}
     return record
 
@@ -97,8 +113,17 @@ def table(records: list[dict]) -> str:
         own, *others = (record["us"][name] for name in names)
         row = [record["batch"], f"{record['heads']}/{record['kv_heads']}", record["capacity"], own["graph"]]
         row += [f"{record['copy_us'] / own['graph']:.2f}", *(f"{other['graph'] / own['graph']:.2f}" for other in others)]
+        row.append(f"{own['different'] / own['equal']:.2f}")
         rows.append([*row, own["alone"], own["host"], *(other["host"] for other in others)])
-    headers = ["B", "heads", "capacity", f"{names[0]}, µs", "of copy rate", *(f"× {name}" for name in names[1:])]
+    headers = [
+        "B",
+        "heads",
+        "capacity",
+        f"{names[0]}, µs",
+        "of copy rate",
+        *(f"× {name}" for name in names[1:]),
+        "different / equal",
+    ]
     return tabulate(rows, [*headers, "no graph, µs", *(f"host, {name}" for name in names)], disable_numparse=True)
 
 

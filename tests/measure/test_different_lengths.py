@@ -44,11 +44,17 @@ def test_a_step_attends_to_the_keys_that_the_lengths_count():
     torch.testing.assert_close(part, expected, rtol=1e-2, atol=1e-3)
 
 
+def test_equal_lengths_have_as_many_keys_as_different_ones():
+    different, equal = decoding.spread(64, 8192)
+    assert different.dtype == equal.dtype == torch.int32 and different.min() >= decoding.SHORTEST and different.max() <= 8192
+    assert abs(different.sum() - equal.sum()) <= 64 and len(set(different.tolist())) > 50
+
+
 def test_tables_compare_with_the_newest_stage():
     us = {stages.newest(): 10.0, "flash-3": 15.0, "flash-2": 20.0}
     record = {"pass": "fwd", "tokens": 100, "sequences": 2, "kv_heads": 8, "head_dim": 64, "causal": True, "us": us}
     assert "1.50" in packed.table([record | {"host_us": 1.0}])
-    us = {name: {"graph": time, "alone": time, "host": time} for name, time in us.items()}
+    us = {name: dict.fromkeys(("graph", "alone", "host", "different", "equal"), time) for name, time in us.items()}
     record = {"batch": 1, "heads": 32, "kv_heads": 8, "capacity": 1024, "copy_us": 9.0, "us": us}
     assert "0.90" in (found := decoding.table([record])) and "1.50" in found
 

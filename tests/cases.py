@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
 from collections import ChainMap
 from pathlib import Path
 from typing import NamedTuple
@@ -139,6 +140,32 @@ class Part(NamedTuple):
 def parts() -> list[Part]:
     """Return the passes of all stages, each distinct code once, by its hash."""
     return [Part(name, pass_) for pass_ in ("forward", "backward") for name in once(stages.names(), pass_)]
+
+
+@functools.cache
+def changed() -> frozenset[str]:
+    """Return the stages with changes since the branch left main, or since the commit before if this is main; none without git.
+    `make test STAGE=…` has its own stage."""
+    if name := asked():
+        return frozenset([name])
+
+    def git(*arguments):
+        root = Path(__file__).parents[1]
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return done.stdout.split() if done.returncode == 0 else []
+
+    base = git("merge-base", "HEAD~1", "main")
+    files = git("diff", "--name-only", *base, "--", "stages") if base else []
+    return frozenset({file.split("/")[1] for file in files} & set(stages.names()))
+
+
+def usual_parts() -> list[Part]:
+    """Return the passes for most tests of a `part`. On the interpreter, the default run leaves out stages inside a track that
+    have not changed: neither its end, nor its dead ends."""
+    if LONG or not INTERPRETED:
+        return parts()
+    inside = {name for track in stages.tracks() for name in stages.line(track)[:-1]} - changed()
+    return [part for part in parts() if part.name not in inside]
 
 
 def guessing() -> list[str]:

@@ -75,7 +75,8 @@ def pytest_generate_tests(metafunc):
         every = metafunc.definition.get_closest_marker("every_stage")
         metafunc.parametrize("stage", cases.tested(every=bool(every)), indirect=True)
     if "part" in metafunc.fixturenames:
-        metafunc.parametrize("part", cases.parts(), ids=str, indirect=True)
+        every = metafunc.definition.get_closest_marker("every_part")
+        metafunc.parametrize("part", cases.parts() if every else cases.usual_parts(), ids=str, indirect=True)
 
 
 def pytest_collection_finish():
@@ -97,7 +98,7 @@ def stage(request):
 
 @pytest.fixture
 def part(request):
-    """A pass of a stage (see `cases.parts`)."""
+    """A pass of a stage (see `cases.usual_parts`)."""
     cases.available(request.param.name)
     return request.param
 

@@ -7,9 +7,8 @@ import functools
 import importlib
 import itertools
 import re
-import subprocess
-from pathlib import Path
 
+import cases
 import pytest
 import torch
 from cases import LONG, asked, available, by_functions, check, make_inputs, names_in, needs_hopper, once, sources
@@ -20,7 +19,6 @@ from common.interpreter import schedule
 from common.runtime import INTERPRETED
 from common.show import story
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
 # Statements that synchronize, including waits for matmuls. Waits on `turns` are left out: they affect only speed.
@@ -50,23 +48,9 @@ SEEDS = range(12)
 EVERY, SPREAD = 6, 60
 
 
-@functools.cache
 def changed_stages():
-    """Return up to three stages with changes since the branch left main, or since the commit before if this is main.
-
-    Without such a stage, or without git, return the last stage of a track. `make test STAGE=…` has its own stage.
-    """
-    if name := asked():
-        return [name]
-
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.split() if done.returncode == 0 else []
-
-    base = git("merge-base", "HEAD~1", "main")
-    files = git("diff", "--name-only", *base, "--", "stages") if base else []
-    found = {file.split("/")[1] for file in files} & set(stages.names())
-    return sorted(found, key=stages.position)[:3] or [stages.line(track)[-1] for track in stages.tracks()][:1]
+    """Return up to three stages that have changed, or else the last stage of a track."""
+    return sorted(cases.changed(), key=stages.position)[:3] or [stages.line(track)[-1] for track in stages.tracks()][:1]
 
 
 @functools.cache

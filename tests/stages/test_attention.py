@@ -37,6 +37,7 @@ def problems():
 PROBLEMS = problems()
 
 
+@pytest.mark.every_part
 @pytest.mark.parametrize("turn", range(len(PROBLEMS) if cases.LONG or on_gpu else EACH))
 def test_results_match_float64(part, turn):
     """Each pass gets other problems than the next. A Hopper stage gets no float32, for which it calls another stage."""

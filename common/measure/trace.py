@@ -10,22 +10,27 @@ Accesses of Triton's programs and PyTorch's operators have no times. Gluon's lau
 (`common.measure.timeline`), which gives each access its cycles.
 """
 
+import inspect
 import itertools
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import interpreter_builder
 
+from common.entry import Lengths, Starts
 from common.interpreter import schedule
 from common.interpreter.timing import COPIES, STORES
 from common.measure.counter import Counter, Launch, tensors_of
 from common.measure.timeline import measured_rates
 from common.measure.traffic import GPUS, Gpu, stage_call, tiles_of
 from common.measure.workloads import DTYPES, Workload
+from common.runtime import DEVICE
 
 ONE_SM = replace(GPUS["h200"], num_sms=1)  # the model has one SM, so a persistent kernel has one CTA
 NAMES = {"forward": ("Q", "K", "V", "O", "LSE"), "backward": ("dO", "Q", "K", "V", "O", "LSE", "dQ", "dK", "dV")}
@@ -55,20 +60,42 @@ class Trace:
     accesses: list[Access]  # of all launches
     tensors: dict[str, tuple[int, int, int]]  # name -> (heads, rows, columns), in the order of the first accesses
     spans: dict[int, list]  # index of a timed launch -> what the units of the modelled SM do in this launch, and when
+    starts: list[int] = field(default_factory=list)  # the first row of each sequence in a head, if lengths differ
 
 
-def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
+def trace(stage, workload: Workload, gpu: Gpu = ONE_SM, lengths: Sequence[int] = ()) -> Trace:
     """Record a forward or a backward of a stage, which is any object with these functions.
 
-    `gpu` determines the kernels' tiles and the number of persistent CTAs.
+    Args:
+        gpu: determines the kernels' tiles and the number of persistent CTAs.
+        lengths: if not empty, the batch has a sequence of each of these lengths, in the place of the workload's batch.
     """
+    workload, starts, batch = _batch(stage, workload, lengths) if lengths else (workload, [], {})
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype]):
         tracer = _Tracer({(workload.batch, workload.heads), (workload.batch, workload.kv_heads)})
         named = SimpleNamespace(**{name: tracer.naming(getattr(stage, name), names) for name, names in NAMES.items()})
-        call = stage_call(named, workload, workload.inputs())
+        call = stage_call(named, workload, workload.inputs(), **batch)
         with schedule.timed(measured_rates()) as tracer.timings, tracer:
             call()
-    return tracer.trace()
+    return replace(tracer.trace(), starts=starts)
+
+
+def _batch(stage, workload: Workload, lengths: Sequence[int]) -> tuple[Workload, list[int], dict]:
+    """Lay out sequences of different lengths as the stage's pass takes them: packed if it can, else padded.
+
+    Returns:
+        The workload of the batch, the first row of each sequence in a head, and the argument that tells the pass the lengths. A
+        pass that takes no lengths computes the padding too.
+    """
+    takes = inspect.signature(stage.forward if workload.pass_ == "fwd" else stage.backward).parameters
+    if "starts" in takes:
+        starts = [0, *itertools.accumulate(lengths)]
+        on_device = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        packed = replace(workload, batch=1, seq_len=starts[-1], kv_len=starts[-1])
+        return packed, starts[:-1], {"starts": Starts(on_device, on_device)}
+    padded = replace(workload, batch=len(lengths), seq_len=max(lengths), kv_len=max(lengths))
+    keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return padded, [0], {"lengths": Lengths(keys)} if "lengths" in takes else {}
 
 
 class _Known:

@@ -104,9 +104,12 @@ def _likely_tile(gpu, tuner, head_dim, dtype):
     return fixed if fixed in tiles else tiles[0]
 
 
-def stage_call(stage, workload: Workload, inputs):
-    """Return a function that runs a forward or a backward. Before a backward, `stage_call` itself runs the forward once."""
-    options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
+def stage_call(stage, workload: Workload, inputs, **lengths):
+    """Return a function that runs a forward or a backward. Before a backward, `stage_call` itself runs the forward once.
+
+    `lengths` is empty, or has the argument with which both passes take sequences of different lengths.
+    """
+    options = {"causal": workload.causal, "scale": workload.head_dim**-0.5, **lengths}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
         return lambda: stage.forward(*qkv, **options)

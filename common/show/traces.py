@@ -1,12 +1,14 @@
 """Draw which tiles a stage reads and writes, and when.
 
     make trace STAGE=v2,v3   # needs no GPU; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
+    make trace STAGE=lengths1,lengths2 ARGS="--lengths 10,70,200"   # a batch, padded and packed
 
 `common.measure.trace` records the accesses.
 """
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
 import stages
-from common.measure.options import add_list, command, list_of, one_of, workloads_of
+from common.measure.options import add_list, command, list_of, one_of, positive, workloads_of
 from common.measure.trace import Trace, trace
 from common.measure.workloads import Workload
 from common.show.results import PLOTS
@@ -62,6 +64,7 @@ class Panel:
         lanes: the marks of each lane, by the lane's name.
         keys: the partition of each color, if colors stand for partitions.
         busy: the share of the time in which each unit is busy, by lane.
+        borders: the positions in a lane at which sequences of different lengths start, as shares of the lane's height.
     """
 
     stage: str
@@ -72,6 +75,7 @@ class Panel:
     lanes: dict[str, list[Mark]]
     keys: dict[int, str] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
+    borders: dict[str, list[float]] = field(default_factory=dict)
 
 
 def _times(recorded: Trace) -> list[tuple[float, float]]:
@@ -103,14 +107,20 @@ def accesses(stage: str, recorded: Trace) -> Panel:
     found = {lane: found[lane] for lane in (*FIRST, *found) if lane in found}
     unit = "cycles of the model of an SM" if any(recorded.spans.values()) else "MB moved so far"
     moved = sum(access.nbytes for access in recorded.accesses) / 1e6
-    return Panel(stage, unit, end, len(recorded.accesses), moved, found)
+    borders = {}
+    for lane in found.keys() & set(FIRST):
+        heads, rows, _ = recorded.tensors[lane]
+        borders[lane] = [(head + start / rows) / heads for head in range(heads) for start in recorded.starts]
+    return Panel(stage, unit, end, len(recorded.accesses), moved, found, borders=borders)
 
 
 def _draw(axes, panel: Panel):
     """Draw the lanes. The first row of a tensor is at the top of its lane."""
     patches, colors, edges = [], [], []
-    for place, marks in enumerate(panel.lanes.values()):
+    for place, (lane, marks) in enumerate(panel.lanes.items()):
         axes.axhspan(place + 0.06, place + 0.94, color="0.95", zorder=0)
+        for border in panel.borders.get(lane, []):
+            axes.axhline(place + 0.06 + 0.88 * border, color="0.5", linewidth=0.5)
         for mark in sorted(marks, key=lambda mark: mark.kind != "read"):
             height = max(0.88 * (mark.bottom - mark.top), 0.02)
             patches.append(Rectangle((mark.start, place + 0.06 + 0.88 * mark.top), mark.end - mark.start, height))
@@ -125,9 +135,9 @@ def _draw(axes, panel: Panel):
     axes.set_xlabel(panel.unit, fontsize=8)
 
 
-def draw(names: list[str], workload: Workload, path: Path):
+def draw(names: list[str], workload: Workload, path: Path, lengths: Sequence[int] = ()):
     """Write a picture with a panel for each stage. Panels with the same unit have the same scale."""
-    panels = [accesses(name, trace(stages.load(name), workload)) for name in names]
+    panels = [accesses(name, trace(stages.load(name), workload, lengths=lengths)) for name in names]
     heights = [max(1, len(panel.lanes)) * LANE + GAP for panel in panels]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained")
     grid = figure.subplots(len(names), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
@@ -140,8 +150,9 @@ def draw(names: list[str], workload: Workload, path: Path):
         handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="outside lower center", ncols=3, fontsize=8, frameon=False,
     )  # fmt: skip
+    tokens = ", ".join(map(str, lengths or [workload.seq_len]))
     figure.suptitle(
-        f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask(workload.causal)}, S={workload.seq_len}, "
+        f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask(workload.causal)}, S={tokens}, "
         f"H={workload.heads}, {workload.dtype}; recorded from the kernels; rows downwards",
         fontsize=8, color="0.4",
     )  # fmt: skip
@@ -158,11 +169,14 @@ def main(argv: list[str]):
     shape = {"head_dim": "32", "causal": "yes", "seq_len": "1024", "heads": "1", "kv_heads": None}
     for name, default in shape.items():
         add_list(parser, f"--{name.replace('_', '-')}", default)
+    lengths_help = "lengths of a batch's sequences, instead of --seq-len; lines show where sequences start"
+    parser.add_argument("--lengths", type=list_of(positive), default=[], metavar="LIST", help=lengths_help)
     options = parser.parse_args(argv)
     versions = "-".join(stages.version(name) for name in options.stage)
     for work in workloads_of(parser, **{name: getattr(options, name) for name in ("pass_", *shape)}):
-        path = TRACES / f"{versions}-{work.pass_}-d{work.head_dim}-{mask(work.causal)}-s{work.seq_len}.png"
-        draw(options.stage, work, path)
+        tokens = "-".join(map(str, options.lengths or [work.seq_len]))
+        path = TRACES / f"{versions}-{work.pass_}-d{work.head_dim}-{mask(work.causal)}-s{tokens}.png"
+        draw(options.stage, work, path, options.lengths)
         print(path)
 
 

@@ -11,8 +11,9 @@ from common.show.results import bytes_in_words, passes
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark, Panel, accesses
 
-# The workload of most scenes, on a GPU with one SM. The table `[scene]` of a track's benchmark.toml has other values.
-USUAL = {"heads": 1, "seq_len": 1024, "head_dim": 64, "causal": True, "sms": 1}
+# The workload of most scenes, on a GPU with one SM. The table `[scene]` of a track's benchmark.toml has other values. Its
+# `lengths` are those of a batch's sequences, instead of `seq_len`.
+USUAL = {"heads": 1, "seq_len": 1024, "head_dim": 64, "causal": True, "sms": 1, "lengths": []}
 WORDS = {  # lane -> the words of its tooltip
     "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
     "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
@@ -27,6 +28,8 @@ WORDS = {  # lane -> the words of its tooltip
     "k_t": "the keys, transposed", "lse": "log-sum-exp of each part of the keys", "part": "output of each part of the keys",
     "counter": "what programs share: the next tile, and tiles to compute again",
     "state": "what programs share: the next tile, and tiles to compute again",
+    "lengths": "number of keys of each sequence", "starts_q": "where each sequence starts",
+    "list": "packed sequences: the tiles of all sequences, and the number of tiles that CTAs have taken",
     "tickets": "for each query tile: how many programs have come, and whether the first has stored dQ",
     "temporary": "tensors without a name in the code",
     "copies in": "copies from memory to shared memory", "copies out": "copies from shared memory to memory",
@@ -72,16 +75,17 @@ def scenes(name: str) -> list[Scene]:
     """Record the passes that a stage changes, for the parent and for the stage."""
     track = tracks.read(stages.track(name))
     shape = USUAL | (track.scene if track else {})
-    gpu = replace(ONE_SM, num_sms=shape.pop("sms"))
+    gpu, lengths = replace(ONE_SM, num_sms=shape.pop("sms")), shape.pop("lengths")
     found = []
     for pass_ in passes(name):
         workload = Workload(pass_, 1, dtype="float16", **shape)
-        recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
+        recorded = {stage: trace(stages.load(stage), workload, gpu, lengths) for stage in (stages.parent(name), name) if stage}
         length = f"Sq = {workload.seq_len}, Sk = {workload.kv_len}"
         length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else length
+        length = f"S = {', '.join(map(str, lengths))}, with a line where each sequence starts" if lengths else length
         heads = "one head" if workload.heads == 1 else f"{workload.heads} heads"
         heads += f" that share {workload.kv_heads} of K and V" if workload.kv_heads < workload.heads else ""
-        words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
+        words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {'causal' if workload.causal else 'full'}, {length}"
         units = [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())]
         found.append(Scene(pass_, words, [accesses(stage, each) for stage, each in recorded.items()], units))
     return found

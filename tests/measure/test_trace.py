@@ -1,5 +1,7 @@
 """A trace has each access of a pass, at the right place. The bytes of the accesses add up to the counter's bytes."""
 
+import bisect
+
 import pytest
 from cases import first_with
 
@@ -64,6 +66,21 @@ def test_gluon_has_partitions_and_cycles():
     assert all(a.start <= a.end for a in recorded.accesses)
     assert {a.partition for a in recorded.accesses if a.tensor in ("Q", "K", "V")} == {"_producer"}
     assert {a.partition for a in recorded.accesses if a.kind == "write"} == {"_consumer"}
+
+
+def test_packed_tiles_stay_in_their_sequence_and_the_longest_comes_first():
+    """Lines show where sequences start. A stage that takes lengths, but no packed sequences, gets the batch padded."""
+    lengths, starts = [40, 300, 130], [0, 40, 340]
+    padded, packed = (trace(stages.load(name), work("fwd", heads=1), lengths=lengths) for name in ("lengths1", "lengths2"))
+    assert (padded.tensors["K"], packed.tensors["K"]) == ((3, 300, 64), (1, 470, 64))
+    assert all(last < lengths[sequence] for sequence, _, last in places(padded, "read", "K"))
+    for kind, tensor in [("read", "K"), ("read", "V"), ("write", "O"), ("write", "LSE")]:
+        rows = [(first, last) for _, first, last in places(packed, kind, tensor)]
+        sequences = [bisect.bisect(starts, first) for first, _ in rows]
+        assert sequences == [bisect.bisect(starts, last) for _, last in rows], "a tile crosses a line"
+        assert kind == "write" or sequences == sorted(sequences, key=[2, 3, 1].index), "the longest is not the first"
+    assert traces.accesses("lengths2", packed).borders["O"] == [start / 470 for start in starts]
+    assert traces.accesses("lengths1", padded).borders["O"] == [head / 3 for head in range(3)]
 
 
 def test_the_command_draws_a_lane_for_each_tensor(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,11 @@
-"""Joined sequences: list their query tiles, and address a sequence's rows in tensors that hold all sequences."""
+"""Joined sequences: list their query tiles, and store the rows of a sequence alone."""
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from common.kernels.hopper import ROWS, describe_tile
+from common.kernels.hopper import ROWS
 
 from .forward_scheduler import FIELDS, _rows_before
 
@@ -75,18 +75,6 @@ def list_tiles(starts, q, k, block_m, causal):
         starts.queries, starts.keys, listed, sequences, tokens_q, k.shape[2], most, BLOCK_M=block_m, CAUSAL=causal
     )
     return listed
-
-
-def describe_sequences(tensor, rows):
-    """Make a descriptor of joined sequences, [1, H, S, D], for tiles of `rows` tokens that end inside their sequence.
-
-    A coordinate is [first token of the sequence, head, token in the sequence, 0]. So TMA gives zeros for tokens before the
-    sequence: they have negative coordinates. To TMA, the tensor is a batch of S sequences, and each starts at the next token.
-    These sequences overlap in memory, and their ends lie behind it.
-    """
-    descriptor = describe_tile(tensor, rows)
-    descriptor.shape[0], descriptor.strides[0] = tensor.shape[2], descriptor.strides[2]
-    return descriptor
 
 
 @gluon.jit

@@ -48,10 +48,10 @@ from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
-from .backward_list import by_first_token, list_tiles
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _pass_on, _query_tile, _tile
-from .backward_splits import _store_or_add, splits_of
+from .backward_splits import splits_of
+from .backward_store import KeysValues, Place, _store_dkv, _store_or_add
 from .backward_writer import DqParts, _dq_writer
 
 # dQ's accumulator lies in the order of registers (`_compute_dq`); rows of dQ would cause bank conflicts in shared memory.
@@ -67,31 +67,8 @@ class Tensors(NamedTuple):
     do: tma.tensor_descriptor
     stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
     sums: tma.tensor_descriptor  # dQ's accumulator
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
-    dk_ptr: gl.tensor | None  # pointers to dK and dV if sequences are packed
-    dv_ptr: gl.tensor | None
     tickets: gl.tensor  # for each query tile: number of tickets, plus `STORED` (backward_writer.py)
     counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile; None if CTAs are not persistent
-
-
-class Place(NamedTuple):
-    """The place of a work tile's dK and dV in global memory. The producer keeps it until they are stored."""
-
-    batch: gl.tensor
-    kv_head: gl.tensor
-    start_n: gl.tensor  # the first key
-
-
-class KeysValues(NamedTuple):
-    """Buffers in shared memory: K and V, then dK and dV until TMA has stored them. They have KV_STAGES slots."""
-
-    k: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM]
-    v: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
-    dk_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dK is where K was
-    dv_full: gl.shared_memory_descriptor  # a barrier for each slot and consumer: dV is where V was
-    sums: gl.tensor | None  # in global memory, to which consumers add dK and dV instead; None if each key tile has one CTA
 
 
 class Ring(NamedTuple):
@@ -169,10 +146,9 @@ def _accumulate(
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key. For a key outside of the sequence it is 2**30, so that no query sees the key.
+        # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        inside = (offs_n < tile.keys) & (tile.key + offs_n >= 0)
-        seen_from = gl.where(inside, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
+        seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
         slot, phase = slot_and_phase(fill + step, STAGES)
         q = matrix(ring.q.index(slot))
@@ -218,24 +194,6 @@ def _load_kv(tensors, tile, kv, turn):
 
 
 @gluon.jit
-def _store_dkv(tensors, place, kv, turn):
-    """Wait for dK and dV of this CTA's tile number `turn`, store them unless consumers added them, and free the buffers."""
-    slot, phase = slot_and_phase(turn, kv.full.shape[0])
-    slot = slot * CONSUMERS
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(kv.dv_full.index(slot + w), phase)
-        where = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
-        if kv.sums is None and place.start_n + w * ROWS >= 0:
-            tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(slot + w))
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(kv.dk_full.index(slot + w), phase)
-        where = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
-        if kv.sums is None and place.start_n + w * ROWS >= 0:
-            tma.async_copy_shared_to_global(tensors.dk, where, kv.k.index(slot + w))
-    tma.store_wait(0)
-
-
-@gluon.jit
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
     and V, and Q and dO of its first steps, load before the previous tile has ended. So the consumers go on without a pause.
@@ -258,7 +216,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         for step in range(early):
             _load(tensors, tile, ring, fill, step)
         if turn > 0:
-            _store_dkv(tensors, previous, kv, turn - 1)
+            _store_dkv(previous, kv, turn - 1)
         for step in range(early, tile.steps):
             _load(tensors, tile, ring, fill, step)
         # Ask late, after all loads. If CTAs asked when a tile begins, long tiles would follow long tiles.
@@ -269,12 +227,11 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         previous = Place(tile.kv_batch, tile.kv_head, tile.key)
         fill += tile.steps
         turn += 1
-    if turn > 0:  # a list may have fewer tiles than there are CTAs
-        _store_dkv(tensors, previous, kv, turn - 1)
+    _store_dkv(previous, kv, turn - 1)
 
 
 @gluon.jit
-def _compute_dkv(tensors, tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w: gl.constexpr, CAUSAL: gl.constexpr):
     """Compute dK and dV of the w-th 64 keys of this CTA's tile number `turn`. They stay in registers until the last step."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -304,19 +261,16 @@ def _compute_dkv(tensors, tile, kv, ring, ds_ring, problem, fill, turn, w: gl.co
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, masked, w, CAUSAL, MASKED=True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, masked, tile.steps, w, CAUSAL, MASKED=False)
 
-    if problem.listed is not None:  # V and K that no query sees may be NaN
-        dk = gl.where(tile.keys > 0, dk, 0.0)
-        dv = gl.where(tile.keys > 0, dv, 0.0)
     # No other step reads V and K. If a key tile has one CTA, dV and dK go into their buffers, and TMA stores them from there.
-    _store_or_add(dv, v, tensors.dv_ptr, tensors.dv, kv, tile, problem, w, ROWS * HEAD_DIM)
+    _store_or_add(dv, v, kv, tile, problem, w, ROWS * HEAD_DIM)
     mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
     wait_full(ds_ring.empty, fill + tile.steps - 1)  # dQ's warpgroup has read K for the last time
-    _store_or_add(dk * problem.scale, k, tensors.dk_ptr, tensors.dk, kv, tile, problem, w, 0)
+    _store_or_add(dk * problem.scale, k, kv, tile, problem, w, 0)
     mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
 
 
 @gluon.jit
-def _consumer(tensors, kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute dK and dV of the w-th 64 keys of each tile."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -326,7 +280,7 @@ def _consumer(tensors, kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, 
     number = gl.program_id(0)
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-        _compute_dkv(tensors, tile, kv, ring, ds_ring, problem, fill, turn, w, CAUSAL)
+        _compute_dkv(tile, kv, ring, ds_ring, problem, fill, turn, w, CAUSAL)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
         turn += 1
@@ -353,10 +307,10 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
         turn += 1
 
 
-@gluon.jit(do_not_specialize=["seq_q", "diagonal", "tiles", "shares", "splits"])
+@gluon.jit(do_not_specialize=["head_tiles", "diagonal", "tiles", "shares", "splits"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dkv_sums_ptr, tickets_ptr,
-    counter_ptr, list_ptr, scale, seq_q, diagonal, num_sms, tiles, shares, splits,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, dkv_sums_ptr, tickets_ptr, counter_ptr,
+    scale, head_tiles, diagonal, num_sms, tiles, shares, splits,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
@@ -382,23 +336,18 @@ def _backward_kernel(
     dq_full, dq_empty = new_ring(PARTS, 1, 1)
     tile_full = new_barriers(3, 1)  # no empty barriers: all warps have read a tile's number when the next tile's dK is ready
 
-    tensors = Tensors(
-        q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, tickets_ptr, counter_ptr
-    )
-    kv_heads = k_desc.shape[1]
-    if list_ptr is not None:
-        tiles = gl.load(list_ptr) * kv_heads
-    problem = Problem(
-        kv_heads, q_desc.shape[1] // kv_heads, seq_q, k_desc.shape[2], diagonal, num_sms, tiles, shares, splits, list_ptr, scale
-    )
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, tickets_ptr, counter_ptr)
+    kv_heads, seq_q, seq_k = k_desc.shape[1], q_desc.shape[2], k_desc.shape[2]
+    per_kv = q_desc.shape[1] // kv_heads
+    problem = Problem(kv_heads, per_kv, seq_q, seq_k, head_tiles, diagonal, num_sms, tiles, shares, splits, scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, ds_full, ds_empty)
     dq_parts = DqParts(dq_s, dq_full, dq_empty)
-    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full, dkv_sums_ptr)
+    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full, dk_desc, dv_desc, dkv_sums_ptr)
     next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
-        [(_consumer, (tensors, kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
-         (_consumer, (tensors, kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
+        [(_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
+         (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
          (_dq_consumer, (kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
          (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
          (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL))],
@@ -409,7 +358,7 @@ def _backward_kernel(
     )  # fmt: skip
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0, starts=None):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v6 for float32, whose tiles take twice the space; for D or Dv = 256, where dK and dV of 128 keys do not
@@ -419,23 +368,16 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0, starts=N
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
-        if starts:
-            raise NotImplementedError(
-                "gradients of packed sequences need float16 or bfloat16, D and Dv up to 128, and no deterministic algorithms"
-            )
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
-    if starts:
-        tiles_m, key_tiles, listed = list_tiles(starts, q, k, block_m)
-        ways, of_queries = (1, 1), (starts.queries, len(starts.queries) - 1)
-    else:
-        listed, of_queries = None, (None, None)
-        tiles_m, key_tiles = triton.cdiv(seq_q, block_m) * batch * heads, triton.cdiv(seq_k, 128) * batch * kv_heads
-        width = max(head_dim, value_dim)
-        ways = splits_of(key_tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms())
-    tiles = key_tiles * ways[0] * ways[1]
+    head_tiles = triton.cdiv(seq_q, block_m)
+    key_tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
+    tiles_m = head_tiles * batch * heads
+    width = max(head_dim, value_dim)
+    ways = shares, splits = splits_of(key_tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms())
+    tiles = key_tiles * shares * splits
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
     persistent = max(head_dim, value_dim) < 128
@@ -447,23 +389,19 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0, starts=N
     # If several CTAs work on a key tile: accumulators of dK and dV, a row for each 64 keys, dK's first.
     dkv_sums = lse.new_empty(key_tiles * 2, 64 * (head_dim + value_dim)) if tiles > key_tiles else None
     dkv = (describe(dk, 64, head_dim), describe(dv, 64, value_dim)) if tiles > key_tiles else (None, None)
-    described = [describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim)]
-    described += [describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m)]
-    described += [describe_tile(dk, 64), describe_tile(dv, 64)]
-    if starts:
-        by_first_token(described)
     _prepare_kernel[tiles_m,](
-        *described[:2], lse, stats, tickets, counter, dkv_sums, key_tiles * (head_dim + value_dim) // 16, heads, seq_q, *of_queries,
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, tickets, counter,
+        dkv_sums, key_tiles * (head_dim + value_dim) // 16, heads, head_tiles, seq_q,
         VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     _backward_kernel[min(tiles, num_sms()) if persistent else tiles,](
-        *described[2:6], describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), *described[6:],
-        *((dk, dv) if starts else (None, None)), dkv_sums, tickets, counter, listed, scale,
-        seq_q if starts is None else tiles_m // heads * block_m, diagonal, num_sms(), tiles,
+        describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
+        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), describe_tile(dk, 64), describe_tile(dv, 64),
+        dkv_sums, tickets, counter, scale, head_tiles, diagonal, num_sms(), tiles,
         *(ways if tiles > key_tiles else (None, None)), BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m + (key_tiles * 2 if tiles > key_tiles else 0),](
-        sums, dq, *[dq.stride(i) for i in (2 if starts else 0, 1, 2)], scale, heads, seq_q, dkv_sums, *dkv, kv_heads, seq_k,
-        tiles_m, tickets, *of_queries, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+        sums, dq, *dq.stride()[:3], scale, heads, head_tiles, seq_q, dkv_sums, *dkv, kv_heads, seq_k, tiles_m,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     return dq, dk, dv

@@ -11,11 +11,6 @@ each share has one head. Without a mask, CTAs take the same query tiles at about
 long as splits.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
-from common.kernels.hopper import ROWS, reduce_add, store_clipped
 from common.kernels.order import L2_BUDGET, mean_keys
 from common.layout import cdiv
 
@@ -49,20 +44,3 @@ def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagona
     ways = [(shares, 1) for shares in range(1, heads_per_kv + 1) if heads_per_kv % shares == 0]
     ways += [(heads_per_kv, splits) for splits in range(2, MAX_SPLITS + 1)]
     return min(ways, key=lambda way: time(way) if way != (1, 1) else GAIN * time(way))
-
-
-@gluon.jit
-def _store_or_add(sums, buffer, ptr, desc, kv, tile, problem, w: gl.constexpr, offset: gl.constexpr):
-    """Store a consumer's dK or dV in shared memory. If several CTAs work on a tile, add it to its accumulator instead,
-    which begins `offset` elements after dK's. In register order, an instruction adds four consecutive elements of a thread."""
-    if kv.sums is None and problem.listed is not None and tile.key + w * ROWS < 0:  # TMA cannot store before a sequence
-        store_clipped(ptr, desc, tile.kv_batch, tile.kv_head, tile.key + w * ROWS, sums.to(buffer.dtype))
-    elif kv.sums is None:
-        buffer.store(sums.to(buffer.dtype))
-        fence_async_shared()
-    else:
-        blocks_n = gl.cdiv(problem.seq_k, 2 * ROWS) * 2
-        block = (tile.batch * problem.kv_heads + tile.kv_head) * blocks_n + tile.start_n // ROWS + w
-        sums = sums.reshape([4, 2, 8, sums.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * sums.shape[1]])
-        offs = offset + gl.arange(0, sums.shape[0], sums.type.layout)
-        reduce_add(kv.sums + block.to(gl.int64) * (ROWS * (kv.k.shape[4] + kv.v.shape[4])) + offs, sums)

@@ -4,19 +4,28 @@ import triton
 import triton.language as tl
 
 from common.kernels.hopper import LOG2_E
+from common.kernels.packed import place_of
 
-from .backward_list import _query_tile_of
+
+@triton.jit
+def _query_tile_of(heads, head_tiles, seq_q, starts_ptr, sequences, BLOCK_M: tl.constexpr):
+    """Return where this program's query tile lies: its batch element, its head, its first row, and the number of rows."""
+    batch_head = tl.program_id(0) // head_tiles
+    batch, start_m, queries = batch_head // heads, tl.program_id(0) % head_tiles * BLOCK_M, seq_q
+    if starts_ptr is not None:  # the first token replaces the batch element
+        batch, start_m, queries = place_of(tl.program_id(0) % head_tiles, starts_ptr, sequences, seq_q, BLOCK_M)
+    return batch, batch_head % heads, start_m, queries
 
 
-@triton.jit(do_not_specialize=["chunks", "heads", "seq_q", "sequences"])
+@triton.jit(do_not_specialize=["chunks", "heads", "head_tiles", "seq_q", "sequences"])
 def _prepare_kernel(
-    out_desc, do_desc, lse_ptr, stats_ptr, tickets_ptr, counter_ptr, dkv_sums_ptr, chunks, heads, seq_q,
+    out_desc, do_desc, lse_ptr, stats_ptr, tickets_ptr, counter_ptr, dkv_sums_ptr, chunks, heads, head_tiles, seq_q,
     starts_ptr, sequences, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero the tile's number of
     tickets. If there are any, also zero the counter of tiles, and the accumulators of dK and dV, which have `chunks` chunks."""
     tile = tl.program_id(0).to(tl.int64)
-    batch, head, start_m, queries = _query_tile_of(heads, seq_q, starts_ptr, sequences, BLOCK_M)
+    batch, head, start_m, queries = _query_tile_of(heads, head_tiles, seq_q, starts_ptr, sequences, BLOCK_M)
     if counter_ptr is not None:
         if tile == 0:
             tl.store(counter_ptr, 0)
@@ -34,23 +43,24 @@ def _prepare_kernel(
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     first = batch.to(tl.int64) * heads * seq_q if starts_ptr is None else batch
     lse_ptrs = lse_ptr + first + head.to(tl.int64) * seq_q + start_m + rows
-    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # p = 0 outside of the sequence
+    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # p = 0 past the end
     tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
     tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
 
 
 @triton.jit
-def _rounded(sums_ptr, scale, is_there, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load an accumulator, multiply it by the scale, round it, and return its rows; zeros if the accumulator is not there."""
-    sums = tl.load(sums_ptr + tl.arange(0, ROWS * COLUMNS), mask=is_there, other=0.0) * scale
+def _rounded(sums_ptr, scale, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load an accumulator, multiply it by the scale, round it, and return its rows."""
+    sums = tl.load(sums_ptr + tl.arange(0, ROWS * COLUMNS)) * scale
     rounded = sums.to(dtype).reshape(ROWS // 64, COLUMNS // 8, 4, 8, 4, 2, 2)
     return rounded.permute(0, 2, 5, 3, 1, 4, 6).reshape(ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q", "kv_heads", "seq_k", "programs_of_dq", "sequences"])
+@triton.jit(do_not_specialize=["heads", "head_tiles", "seq_q", "sequences", "kv_heads", "seq_k", "programs_of_dq"])
 def _finish_kernel(
-    sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, dkv_sums_ptr, dk_desc, dv_desc, kv_heads, seq_k,
-    programs_of_dq, tickets_ptr, starts_ptr, sequences, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, head_tiles, seq_q, dkv_sums_ptr, dk_desc, dv_desc,
+    kv_heads, seq_k, programs_of_dq, tickets_ptr, starts_ptr, sequences,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Multiply dQ's accumulator by the scale, round it, and store it as dQ. The accumulator lies in the order of a warpgroup's
     registers. Its dimensions, from the outermost to the innermost, are blocks of 64 rows, groups of 8 columns, 4 warps,
@@ -62,14 +72,15 @@ def _finish_kernel(
             blocks_n = tl.cdiv(seq_k, 128) * 2
             where = [block // blocks_n // kv_heads, block // blocks_n % kv_heads, block % blocks_n * 64, 0]
             dkv_sums_ptr += block.to(tl.int64) * 64 * (HEAD_DIM + VALUE_DIM)
-            dk_desc.store(where, _rounded(dkv_sums_ptr, 1.0, True, dk_desc.dtype, 64, HEAD_DIM).reshape(1, 1, 64, HEAD_DIM))
+            dk_desc.store(where, _rounded(dkv_sums_ptr, 1.0, dk_desc.dtype, 64, HEAD_DIM).reshape(1, 1, 64, HEAD_DIM))
             dkv_sums_ptr += 64 * HEAD_DIM
-            dv_desc.store(where, _rounded(dkv_sums_ptr, 1.0, True, dv_desc.dtype, 64, VALUE_DIM).reshape(1, 1, 64, VALUE_DIM))
+            dv_desc.store(where, _rounded(dkv_sums_ptr, 1.0, dv_desc.dtype, 64, VALUE_DIM).reshape(1, 1, 64, VALUE_DIM))
             return
     tile = tl.program_id(0).to(tl.int64)
-    batch, head, start_m, queries = _query_tile_of(heads, seq_q, starts_ptr, sequences, BLOCK_M)
-    is_there = True if starts_ptr is None else tl.load(tickets_ptr + tile) > 0  # packed queries may see no key
-    dq = _rounded(sums_ptr + tile * BLOCK_M * HEAD_DIM, scale, is_there, dq_ptr.dtype.element_ty, BLOCK_M, HEAD_DIM)
+    batch, head, start_m, queries = _query_tile_of(heads, head_tiles, seq_q, starts_ptr, sequences, BLOCK_M)
+    dq = _rounded(sums_ptr + tile * BLOCK_M * HEAD_DIM, scale, dq_ptr.dtype.element_ty, BLOCK_M, HEAD_DIM)
+    if starts_ptr is not None:  # a query tile without tickets sees no key
+        dq = tl.where(tl.load(tickets_ptr + tile) > 0, dq, 0.0)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     dq_ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)

@@ -1,4 +1,4 @@
-"""Packed sequences in the backward: a kernel lists their key tiles, which end with them."""
+"""Prepares packed sequences: a work tile says where its rows lie."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

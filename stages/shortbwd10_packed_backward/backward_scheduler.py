@@ -26,31 +26,32 @@ class Problem(NamedTuple):
 
     kv_heads: tl.tensor
     heads_per_kv: tl.tensor
-    seq_q: tl.tensor  # with packed sequences: rows of their whole query tiles
+    seq_q: tl.tensor
     seq_k: tl.tensor
+    head_tiles: tl.tensor  # number of query tiles of a head, of all its sequences
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     num_sms: tl.tensor  # number of SMs; each runs one CTA at a time
     tiles: tl.tensor  # work tiles: key tiles of all heads, times `shares` and `splits`; persistent CTAs are fewer
     shares: tl.tensor | None  # number of equal shares of a K/V head's query heads; None if each key tile has one CTA
     splits: tl.tensor | None  # number of CTAs that split the steps of a share; None if each key tile has one CTA
-    listed: tl.tensor | None  # pointer to the list of packed sequences' key tiles (backward_list.py); else None
+    listed: tl.tensor | None  # pointer to the list of packed sequences' key tiles (`backward_list`); else None
     scale: tl.tensor
 
 
 class Tile(NamedTuple):
     """A work tile: BLOCK_N keys of one head, and the query tiles of a share that see them, or a split of these query tiles."""
 
-    batch: tl.tensor  # coordinate of the tile's sequence in Q and dO: its batch element, or its first token
-    kv_batch: tl.tensor  # likewise in K and V
+    batch: tl.tensor  # coordinate of the tile's sequence in Q and dO
+    kv_batch: tl.tensor  # coordinate of the tile's sequence in K and V
     kv_head: tl.tensor
     head: tl.tensor  # the first query head of the share
     row: tl.tensor  # number of that head's first query tile, of this sequence, among the query tiles of all heads
-    head_tiles: tl.tensor  # number of query tiles of a head, of all its sequences
+    head_tiles: tl.tensor  # as in `Problem`
     heads: tl.tensor  # number of query heads of the share
     start_n: tl.tensor  # the first key
-    key: tl.tensor  # the first key's coordinate in K and V; negative if the tile begins before its packed sequence
+    key: tl.tensor  # the first key's coordinate in K and V
     keys: tl.tensor  # number of keys from start_n on
-    query: tl.tensor  # coordinate in Q and dO of query tile 0; 0 or negative, likewise
+    query: tl.tensor  # coordinate in Q and dO of query tile 0
     diagonal: tl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: tl.tensor  # the first query tile that sees one of the keys
     entry: tl.tensor  # the step at which this CTA enters the order of query tiles; see `_query_tile`
@@ -71,7 +72,7 @@ class NextTiles(NamedTuple):
 
 @triton.jit
 def _listed(tile_n, problem, BLOCK_N: tl.constexpr):
-    """Return the values of entry `tile_n` in the list of key tiles. Keys that no query sees are 0 keys."""
+    """Return the values of a tile in the list. Keys that no query sees count as 0 keys, and take one query tile."""
     entry = problem.listed + (1 + tile_n).to(tl.int64) * FIELDS
     start_n, kv_batch, key = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     batch, query, tiles_m = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
@@ -91,20 +92,18 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         split = number % problem.splits
         number = number // problem.splits
         key_tiles = problem.tiles // problem.splits
-    tiles_m = tl.cdiv(problem.seq_q, BLOCK_M)
     BLOCK_N: tl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
     ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
-    tiles_n = tl.cdiv(problem.seq_k, BLOCK_N) if problem.listed is None else key_tiles // problem.kv_heads
-    tile_n, batch_share = tile_and_head(
-        tiles_n, problem.seq_q, ROW_BYTES, CAUSAL or problem.listed is not None, program=number, programs=key_tiles
-    )
+    PACKED: tl.constexpr = problem.listed is not None
+    tiles_n = key_tiles // problem.kv_heads if PACKED else tl.cdiv(problem.seq_k, BLOCK_N)
+    tile_n, batch_share = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL or PACKED, program=number, programs=key_tiles)
     start_n = tile_n * BLOCK_N  # the most queries see the first keys, so their tile is tile 0 and starts first
     batch = batch_share // (problem.kv_heads * shares)
     kv_batch, key, keys, query, diagonal = batch, start_n, problem.seq_k - start_n, 0, problem.diagonal
-    head_tiles, row = tiles_m, batch_share * heads * tiles_m
-    if problem.listed is not None:
-        start_n, kv_batch, key, keys, batch, query, tiles_m, place, diagonal = _listed(tile_n, problem, BLOCK_N)
-        row += place
+    tiles_m, row = problem.head_tiles, batch_share * heads * problem.head_tiles
+    if PACKED:
+        start_n, kv_batch, key, keys, batch, query, tiles_m, own_row, diagonal = _listed(tile_n, problem, BLOCK_N)
+        row += own_row
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
@@ -155,7 +154,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         unseen = tl.minimum(tl.maximum(unseen - begin, 0), steps)
         entry += begin
     return Tile(
-        batch, kv_batch, share // shares, share * heads, row, head_tiles, heads, start_n, key, keys, query, diagonal,
+        batch, kv_batch, share // shares, share * heads, row, problem.head_tiles, heads, start_n, key, keys, query, diagonal,
         first, entry, rising, tiles_m, all_steps, steps, unseen, masked,
     )  # fmt: skip
 

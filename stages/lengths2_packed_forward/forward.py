@@ -24,12 +24,11 @@ from common.kernels.hopper import (
     wait_full,
     wgmma_layout,
 )
-from common.kernels.packed import by_first_token
 from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
-from .forward_list import _store_inside, list_tiles
+from .forward_list import _store_inside, describe_sequences, list_tiles
 from .forward_merge import merge
 from .forward_scheduler import NextTiles, Problem, _key, _key_tiles, _next, _pass_on, _place, _row, _rows_before, _share, _tile
 from .forward_softmax import _accumulate, _scores
@@ -429,7 +428,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
     else:
         shape = (FEW_ROWS if seq_q <= 128 * (len(starts.queries) - 1) else TILES)[max(head_dim, value_dim)]
         counter = listed = list_tiles(starts, q, k, shape.queries, causal)  # its first number is the counter
-        planned, describe_keys = Plan(shape, 1, (len(listed) - 1) * heads, 1, True), by_first_token(describe_tile)
+        planned, describe_keys = Plan(shape, 1, (len(listed) - 1) * heads, 1, True), describe_sequences
     shape, packed, splits = planned.shape, planned.packed, planned.splits
     queries, outputs, rows = q, out, (64,)
     if packed > 1:

@@ -1,11 +1,12 @@
-"""Joined sequences: list their query tiles, and store the rows of a sequence alone."""
+"""Joined sequences: list their query tiles, and address a sequence's rows in tensors that hold all sequences."""
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from common.kernels.hopper import ROWS
+from common.kernels.hopper import ROWS, describe_tile
+from common.kernels.packed import by_first_token
 
 from .forward_scheduler import FIELDS, _rows_before
 
@@ -75,6 +76,9 @@ def list_tiles(starts, q, k, block_m, causal):
         starts.queries, starts.keys, listed, sequences, tokens_q, k.shape[2], most, BLOCK_M=block_m, CAUSAL=causal
     )
     return listed
+
+
+describe_sequences = by_first_token(describe_tile)
 
 
 @gluon.jit

@@ -173,9 +173,9 @@ def guessing() -> list[str]:
     return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
 
 
-def taking_lengths(argument: str = "lengths") -> list[str]:
-    """Return the stages whose forwards take lengths, or another argument: "starts", for packed sequences."""
-    return [name for name in stages.names() if argument in inspect.signature(stages.load(name).forward).parameters]
+def taking_lengths(argument: str = "lengths", pass_: str = "forward") -> list[str]:
+    """Return the stages whose forwards, or backwards, take lengths, or another argument: "starts", for packed sequences."""
+    return [name for name in stages.names() if argument in inspect.signature(getattr(stages.load(name), pass_)).parameters]
 
 
 def first_with(text: str, pass_: str) -> str:

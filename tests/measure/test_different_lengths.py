@@ -26,7 +26,7 @@ def test_a_padded_batch_has_the_results_of_the_packed_one(causal):
     lengths = [70, 5, 130] if causal else [64, 64]
     q, k, v, grad_out = (torch.randn(sum(lengths), 2, 64, device=DEVICE).half() for _ in range(4))
     found = packed.calls(lengths, "fwd", [q, k, v], grad_out, causal)
-    own, batch = found[stages.newest()](), found["padded"]()
+    own, batch = found[stages.newest()]()(), found["padded"]()()
     for number, part in enumerate(own.split(lengths)):
         torch.testing.assert_close(batch[number, :, : len(part)].transpose(0, 1), part, rtol=1e-2, atol=1e-3)
     assert packed.calls([1] * 40 + [130], "fwd", [q, k, v], grad_out, causal).keys() == found.keys() - {"padded"}

@@ -11,6 +11,7 @@ from test_lengths import Unread, on_device
 from test_memory import PoisonedMemory
 from test_varlen import BRAIN, EDGES, HALF, NEIGHBOUR, OTHERS, SAME, SCALE, Packed
 from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 import stages
 from common.checks import BOTTOM_RIGHT
@@ -270,10 +271,13 @@ def test_compiled_and_in_transforms(loss):
     compiled = torch.compile(function, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
     of_compiled = torch.autograd.grad(compiled(*packed), given)
     torch._dynamo.reset()
+    of_checkpoint = torch.autograd.grad(checkpoint(function, *packed, use_reentrant=False), given)
     plain_tensors = [tensor.detach() for tensor in given]
     stacked = torch.stack((plain_tensors[0], plain_tensors[0]))
     of_vmap = vmap(grad(lambda q: function(q, *plain_tensors[1:], *packed.starts)))(stacked)
-    for got, expected in zip((*of_compiled, *of_vmap), (*results, results[0], results[0]), strict=True):
+    for got, expected in zip(
+        (*of_compiled, *of_checkpoint, *of_vmap), (*results, *results, results[0], results[0]), strict=True
+    ):
         torch.testing.assert_close(got, expected)
 
 

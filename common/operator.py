@@ -197,12 +197,12 @@ def _differentiable(
         ctx.set_materialize_grads(False)  # do not make zero gradients for outputs that the loss does not use
 
     def gradients(ctx, grad_out, grad_lse):
-        q, k, v, *starts, out, lse = ctx.saved_tensors
+        q, k, v, *starts, out, lse = saved = ctx.saved_tensors  # only once, because checkpointing computes them again
         options = *starts, *ctx.options
         if grad_out is None:
             dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         else:
-            short = not torch.is_grad_enabled() and _unwatched(grad_out, *ctx.saved_tensors)
+            short = not torch.is_grad_enabled() and _unwatched(grad_out, *saved)
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *options)
         if grad_lse is not None:
             # d lse / d s = P. So the gradient of lse adds scale * grad_lse * (P K) to dq, and scale * Pᵀ (grad_lse * q) to dk.

@@ -6,11 +6,12 @@ import random
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import available, names_in, once, taking_lengths
+from cases import LONG, available, names_in, once, taking_lengths
 from test_lengths import Unread, on_device
 from test_memory import PoisonedMemory
 from test_varlen import BRAIN, EDGES, HALF, NEIGHBOUR, OTHERS, SAME, SCALE, Packed
 from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 import stages
 from common.checks import BOTTOM_RIGHT
@@ -66,20 +67,21 @@ def assert_gradients(gradients, packed, causal, numbers=None):
             assert (dk == 0).all() and (dv == 0).all(), number
             continue
         q, k, v = packed.of_sequence(number)
-        given = (
-            q[:, :, blind:],
-            k,
-            v,
-            bool(causal),
-            SCALE,
-            packed.rows(packed.grad_out, number)[:, :, blind:],
-            keys - queries + blind,
-        )
+        grad_out = packed.rows(packed.grad_out, number)
+        given = q[:, :, blind:], k, v, bool(causal), SCALE, grad_out[:, :, blind:], keys - queries + blind
         assert_correct({"dq": dq[:, :, blind:], "dk": dk, "dv": dv}, truth(*given), plain(*given))
 
 
 def check(stage, packed, causal=True, numbers=None):
     assert_gradients(packed.gradients(stage, causal), packed, causal, numbers)
+
+
+def test_rows_before_a_sequence_do_not_overflow(training):
+    """All scores are far below 0. So P of the zeros that fill a sequence's first tile would be infinite."""
+    packed = Trained([(5, 5)], head_dim=16)
+    packed.tensors[0].fill_(3)
+    packed.tensors[1].fill_(-3)
+    check(training, packed)
 
 
 LATER = pytest.mark.long if INTERPRETED else ()
@@ -98,7 +100,7 @@ PROBLEMS = [
 def test_every_sequence_is_right_beside_nan(training, problem):
     """Every second sequence is NaN, in q, k, v and the gradient of the output."""
     heads, kv_heads, head_dim, value_dim, dtype, causal = problem
-    pairs = [NEIGHBOUR, *itertools.chain(*((pair, NEIGHBOUR) for pair in EDGES))]
+    pairs = [NEIGHBOUR, *itertools.chain(*((pair, NEIGHBOUR) for pair in (EDGES if LONG else EDGES[1::2])))]
     packed = Trained(pairs, heads, kv_heads, head_dim, value_dim, dtype, behind=2)
     for number in range(0, len(pairs), 2):
         packed.fill_with_nan(number)
@@ -106,7 +108,7 @@ def test_every_sequence_is_right_beside_nan(training, problem):
 
 
 @pytest.mark.parametrize("pairs, seed, head_dim", [
-    ([(10, 10), (400, 400), (0, 130), (300, 1)], 0, 128),
+    ([(10, 10), (200, 200), (0, 130), (130, 1)], 0, 128),
     pytest.param([(10, 10), (1000, 1000)], 0, 64, marks=LATER), pytest.param([(1000, 1000), (10, 10)], 1, 64, marks=LATER),
     pytest.param([(0, 0), (0, 3), (2, 0)], 2, 64, marks=LATER), pytest.param([(1, 700)] * 3, 3, 128, marks=LATER),
     pytest.param([(700, 1), (1, 1)], 2, 64, marks=LATER), pytest.param([(1, 1), (2, 2), (3, 3)] * 7, 1, 64, marks=LATER),
@@ -116,7 +118,7 @@ def test_uneven_batches_on_few_sms(training, pairs, seed, head_dim):
     """A CTA takes several tiles. Threads run in other orders with other seeds."""
     schedule.restart_seeds(seed)
     with interpreted_as(Device(num_sms=1 + seed)):
-        check(training, Trained(pairs, 4, 2, head_dim), causal=seed % 2 == 0)
+        check(training, Trained(pairs, 2, 1, head_dim), causal=seed % 2 == 0)
 
 
 def backward(stage, packed, of_q, of_k):
@@ -146,12 +148,12 @@ def test_all_rows_are_written_and_nothing_else(training):
 def test_wrong_starts_write_only_inside_of_the_tensors(training, values):
     packed = Trained([(90, 90)])
     with PoisonedMemory() as memory:
-        for of_q, of_k in ((values, (0, 40, 90)), ((0, 40, 90), values)):
+        for of_q, of_k in ((values, (0, 40, 90)), ((0, 40, 90), values))[: 2 if LONG else 1]:
             backward(training, packed, on_device(of_q), on_device(of_k))
     memory.check()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20) if LONG else (0, 9, 12, 19))
 def test_the_list_has_every_tile_once(training, seed):
     """Tiles end with their sequence, those of most queries come first, and each sequence has query tiles of its own."""
     rng = random.Random(seed)
@@ -171,9 +173,8 @@ def test_the_list_has_every_tile_once(training, seed):
         assert place + tiles_m < head_tiles or tiles_m == 0 and place == head_tiles - 1
     if seed >= 15:
         return
-    bounds = [
-        [0, *(min(max(start, 0), end) for start in each), end] for each, end in zip(drawn, (tokens_q, tokens_k), strict=True)
-    ]
+    ends = tokens_q, tokens_k
+    bounds = [[0, *(min(max(start, 0), end) for start in each), end] for each, end in zip(drawn, ends, strict=True)]
     expected, used = [], []
     for part, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(*map(itertools.pairwise, bounds), strict=True)):
         queries, keys = end_q - first_q if 0 < part <= sequences else 0, end_k - first_k
@@ -185,9 +186,8 @@ def test_the_list_has_every_tile_once(training, seed):
             [-queries, tile * 128, first_k, keys + (tile - tiles_n) * 128, first_q, query, tiles_m, place, diagonal]
             for tile in range(tiles_n)
         ]
-    assert [values[1:] for values in sorted(expected, key=lambda values: values[0])] == entries[
-        :number
-    ]  # sorted keeps the order
+    expected.sort(key=lambda values: values[0])  # keeps the order of equal ones
+    assert [values[1:] for values in expected] == entries[:number]
     assert len(used) == len({*used})
 
 
@@ -239,30 +239,45 @@ def of_each(packed, weigh):
     return torch.autograd.grad(total, given)
 
 
-def test_as_an_operator_of_pytorch(training):
-    """The gradient of LSE, torch.compile, torch.func and the dispatcher give the same. Tokens of no sequence have zeros."""
+def weigh(out, lse):
+    return out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0).sin().sum()
 
-    def weigh(out, lse):
-        return out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0).sin().sum()
 
+@pytest.fixture
+def loss(training):
+    """Packed sequences with tokens of no sequence behind them, and a function of them and of q, k and v that also uses LSE."""
     packed = Packed([(3, 5), (0, 2), (9, 4), (4, 0)], behind=2)
     tokens = packed.starts[0][-1].item()
 
-    def loss(q, k, v, *starts):
+    def function(q, k, v, *starts):
         out, lse = training.attention_varlen(q, k, v, *starts, causal=True, scale=SCALE, return_lse=True)
         return weigh(out[:tokens].float(), lse[:, :tokens])
 
+    return packed, function
+
+
+def test_the_log_sum_exp_has_gradients(loss):
+    packed, function = loss
     given = [tensor.requires_grad_() for tensor in packed.tensors]
-    results = torch.autograd.grad(loss(*packed), given)
-    for got, expected in zip(results, of_each(packed, weigh), strict=True):
+    for got, expected in zip(torch.autograd.grad(function(*packed), given), of_each(packed, weigh), strict=True):
         torch.testing.assert_close(got.double(), expected, atol=0.01, rtol=0.01)
-    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+
+
+@pytest.mark.long
+def test_compiled_and_in_transforms(loss):
+    packed, function = loss
+    given = [tensor.requires_grad_() for tensor in packed.tensors]
+    results = torch.autograd.grad(function(*packed), given)
+    compiled = torch.compile(function, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
     of_compiled = torch.autograd.grad(compiled(*packed), given)
     torch._dynamo.reset()
+    of_checkpoint = torch.autograd.grad(checkpoint(function, *packed, use_reentrant=False), given)
     plain_tensors = [tensor.detach() for tensor in given]
     stacked = torch.stack((plain_tensors[0], plain_tensors[0]))
-    of_vmap = vmap(grad(lambda q: loss(q, *plain_tensors[1:], *packed.starts)))(stacked)
-    for got, expected in zip((*of_compiled, *of_vmap), (*results, results[0], results[0]), strict=True):
+    of_vmap = vmap(grad(lambda q: function(q, *plain_tensors[1:], *packed.starts)))(stacked)
+    for got, expected in zip(
+        (*of_compiled, *of_checkpoint, *of_vmap), (*results, *results, results[0], results[0]), strict=True
+    ):
         torch.testing.assert_close(got, expected)
 
 
@@ -291,9 +306,7 @@ def test_gradients_that_are_refused(training):
 
 
 def test_the_newest_stage_takes_the_track_s_gradients(training):
-    packed = Trained([(3, 5), (5, 3)])
-    for got, expected in zip(packed.gradients(stages.load("newest"), True), packed.gradients(training, True), strict=True):
-        torch.testing.assert_close(got, expected)
-    assert (
-        stages.newest() in TRAINING and stages.load("newest").backward.__globals__["backward_of_shortbwd"] is training.backward
-    )
+    newest = stages.load("newest")
+    assert newest.__name__ in map("stages.{}".format, TRAINING)
+    assert newest.backward.__globals__["backward_of_shortbwd"] is training.backward
+    check(newest, Trained([(3, 5), (5, 3)], head_dim=16))

@@ -1,4 +1,4 @@
-"""Packed sequences, backward: a kernel lists key tiles; tiles end with their sequence."""
+"""Packed sequences, backward: a kernel lists their key tiles."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -278,7 +278,8 @@ def test_compiled_and_in_transforms(loss):
     for got, expected in zip(
         (*of_compiled, *of_checkpoint, *of_vmap), (*results, *results, results[0], results[0]), strict=True
     ):
-        torch.testing.assert_close(got, expected)
+        # Sums in dQ are added in any order, which may change the rounding.
+        torch.testing.assert_close(got, expected, rtol=0, atol=2 * torch.finfo(got.dtype).eps * expected.abs().max().item())
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Packed sequences, backward: a kernel lists key tiles; tiles end with their sequence."""
+"""Packed backwards: a kernel lists key tiles, which end with their sequence."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -26,6 +26,9 @@ def _prepare_kernel(
     tickets. If there are any, also zero the counter of tiles, and the accumulators of dK and dV, which have `chunks` chunks."""
     tile = tl.program_id(0).to(tl.int64)
     batch, head, start_m, queries = _query_tile_of(heads, head_tiles, seq_q, starts_ptr, sequences, BLOCK_M)
+    batch_head = batch * heads + head
+    if starts_ptr is not None:  # a row of LSE for each head, which holds all tokens
+        batch_head, lse_ptr = head, lse_ptr + batch
     if counter_ptr is not None:
         if tile == 0:
             tl.store(counter_ptr, 0)
@@ -41,8 +44,7 @@ def _prepare_kernel(
     do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
     out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    first = batch.to(tl.int64) * heads * seq_q if starts_ptr is None else batch
-    lse_ptrs = lse_ptr + first + head.to(tl.int64) * seq_q + start_m + rows
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
     lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # p = 0 past the end
     tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
     tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)

@@ -68,9 +68,9 @@ def test_offsets_of_dq(name, launch, huge):
     dq = huge(3 * 64 * stride + head_dim, torch.float16)
     sums[-block_m * head_dim :] = 3.0
     kernel = names_in(name, "backward")["_finish_kernel"]
-    sizes = {"HEAD_DIM": head_dim, "BLOCK_M": block_m}
-    others = dict.fromkeys({*kernel.arg_names[8:]} - {*sizes})  # a stage may have arguments for dK and dV; None: no work
-    launch(kernel, tile, sums, dq, stride, stride, stride, 0.5, heads, seq_q, **sizes, **others)
+    sizes = {"heads": heads, "head_tiles": 2, "seq_q": seq_q, "HEAD_DIM": head_dim, "BLOCK_M": block_m}
+    others = {argument: sizes.get(argument) for argument in kernel.arg_names[6:]}  # None: no work for dK and dV, no starts
+    launch(kernel, tile, sums, dq, stride, stride, stride, 0.5, **others)
     assert (dq[-head_dim:] == 1.5).all()
 
 
@@ -90,7 +90,8 @@ def test_offsets_of_statistics(name, launch, huge):
     }  # fmt: skip
     tensors["lse_ptr"][-1] = 2.0
     tensors["sums_ptr"][-1] = tensors["tickets_ptr"][-1] = 1
-    sizes = {"heads": heads, "seq_q": seq_q, "chunks": None, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
+    sizes = {"heads": heads, "seq_q": seq_q, "head_tiles": tiles_m, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
+    sizes |= dict.fromkeys(("chunks", "starts_ptr", "sequences"))
     kernel = names_in(name, "backward")["_prepare_kernel"]
     launch(kernel, tile, **{argument: (tensors | sizes)[argument] for argument in kernel.arg_names})
     lse_log2, delta = tensors["stats_ptr"][-2 * block_m :].split(block_m)

@@ -14,6 +14,7 @@ from common.checks import (
     check_cache_seqlens,
     check_inputs,
     check_packed,
+    check_paged,
     checked_causal,
     checked_flag,
     checked_scale,
@@ -31,6 +32,7 @@ NO_GRADIENTS = "{} has no gradients, but q, k or v requires gradients; call {} u
 OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
+PAGE_TABLE = 7  # number of the argument `page_table` of the operator of a forward
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
 
@@ -111,11 +113,12 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
 def _under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple, tuple]:
     """Call an operator under `torch.vmap`: fold the mapped dimension into the batch dimension."""
     size = info.batch_size
-
-    def fold(one, dim):
-        return _mapped(one, dim, size).flatten(0, 1) if isinstance(one, Tensor) else one
-
-    results = operator(*map(fold, inputs, in_dims))
+    mapped = [_mapped(one, dim, size) if isinstance(one, Tensor) else one for one, dim in zip(inputs, in_dims, strict=False)]
+    if len(mapped) > PAGE_TABLE and mapped[PAGE_TABLE] is not None:  # each element of the mapped dimension has pages of its own
+        pages, table = mapped[1].shape[1], mapped[PAGE_TABLE]
+        first = pages * torch.arange(size, dtype=torch.int32, device=table.device)[:, None, None]
+        mapped[PAGE_TABLE] = torch.where((table >= 0) & (table < pages), table + first, -1)
+    results = operator(*(one.flatten(0, 1) if isinstance(one, Tensor) else one for one in mapped))
     return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
 
 
@@ -214,7 +217,7 @@ def _differentiable(
             addend = (weight * mean_key).to(dq.dtype)
             dq = dq + (addend.masked_fill(weight == 0, 0) if starts else addend)  # mean_key may be NaN outside of sequences
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
@@ -252,16 +255,22 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     """
     name = package.rpartition(".")[2]
     takes_lengths = "lengths" in inspect.signature(forward).parameters
+    takes_pages = getattr(sys.modules[package], "PAGES", False)
     sys.modules[package].attention_varlen = _make_varlen(package, forward, backward)
     forward, backward = entry(forward), entry(backward)
 
     def run_forward(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int, cache_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        lengths = {} if cache_seqlens is None else {"lengths": Lengths(cache_seqlens.contiguous())}  # vmap may give any stride
-        return forward(q, k, v, causal=causal, scale=scale, diagonal=diagonal, **lengths)
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int,
+        cache_seqlens: Tensor | None = None, page_table: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+        if page_table is not None:
+            k, v, page_table = k.transpose(1, 2), v.transpose(1, 2), page_table.contiguous()
+        if cache_seqlens is not None:
+            options["lengths"] = Lengths(cache_seqlens.contiguous(), page_table)  # vmap may give any stride
+        return forward(q, k, v, **options)
 
-    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None):
+    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None, page_table=None):
         return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
@@ -280,7 +289,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         name, ("forward", "backward"), 3, run_forward, fake_forward, run_backward, fake_backward, check, _under_vmap
     )
 
-    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, cache_seqlens=None, **others):
+    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, cache_seqlens=None, page_table=None, **others):
         """Compute exact attention, softmax(scale · q kᵀ) v. The result is differentiable in q, k and v.
 
         The gradients cannot be differentiated again. `grad`, `vjp`, `jacrev` and `vmap` of `torch.func` work. Under
@@ -306,6 +315,11 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
                 hides key j from query i if j > i + cache_seqlens[b] - Sq. A query that sees no key gets zeros, and -inf as its
                 log-sum-exp. Later keys are never read. The host never reads the lengths. Lengths below 0 count as 0, and
                 lengths above Sk as Sk.
+            page_table: None, or where a cache in pages has each sequence's keys, [B, N], int32, on the device of q. Then k is
+                [pages, page_size, Hkv, D] and v is [pages, page_size, Hkv, Dv]. The page_size is a power of two, at least 16,
+                and Sk is N * page_size. Page number page_table[b, n] has the keys n * page_size to (n + 1) * page_size - 1 of
+                sequence b. Sequences may share pages. The numbers of pages wholly behind a sequence may be anything. Any other
+                number that no page has counts as a page of zeros. The host never reads the table.
 
         Returns:
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.
@@ -313,14 +327,22 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         Raises:
             TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested; or there are `others`, such as
                 SDPA's `attn_mask`.
-            ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid.
+            ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid; or
+                `cache_seqlens` are missing beside a `page_table`.
             NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`); or there are
-                `cache_seqlens`, and the stage takes none, or an input requires gradients.
+                `cache_seqlens` or a `page_table`, and the stage takes none, or an input requires gradients.
         """
         for other in others:
             raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
         q, k, v = autocast(q, k, v)
-        check_inputs(q, k, v)
+        if page_table is None:
+            check_inputs(q, k, v)
+        elif cache_seqlens is None:
+            raise ValueError("page_table needs cache_seqlens, the numbers of keys in the pages of each sequence")
+        elif not takes_pages:
+            raise NotImplementedError(f"{name} takes no page_table; the last stage of the track `lengths` does")
+        else:
+            check_paged(q, k, v, page_table)
         differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if cache_seqlens is not None:
             if not takes_lengths:
@@ -332,9 +354,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         causal, diagonal = checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
         return_lse = checked_flag("return_lse", return_lse)
         function = forward_op
-        if _unwatched(q, k, v, *(() if cache_seqlens is None else (cache_seqlens,))):
+        if _unwatched(q, k, v, *(each for each in (cache_seqlens, page_table) if each is not None)):
             function = short_cut if differentiable else run_forward
-        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, cache_seqlens)
+        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, cache_seqlens, page_table)
         return (out, lse) if return_lse else out
 
     attention.__module__, attention.__qualname__ = package, "attention"  # pickle finds the function by these names

@@ -321,8 +321,8 @@ class Recorded:
     have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
     `is_watched()` is true, every call runs the function itself.
 
-    `lengths` are options that are tuples of tensors. The values of these tensors may change from call to call, as those of all
-    tensors.
+    `lengths` are options that are tuples of tensors and None. The values of these tensors may change from call to call, as
+    those of all tensors.
     """
 
     def __init__(self, function: Callable):
@@ -339,7 +339,7 @@ class Recorded:
                 return self.function(*tensors, **options)
         device = driver.get_current_device()
         of_options = causal, type(scale), scale or str(scale), diagonal, *lengths  # zero as text, because 0.0 equals -0.0
-        given = (*tensors, *itertools.chain(*lengths.values()))
+        given = (*tensors, *(each for each in itertools.chain(*lengths.values()) if each is not None))
         kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, given))
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
@@ -353,7 +353,9 @@ class Recorded:
                 return with_tables(self.function, *tensors, **options)
             given = [tensor.detach() for tensor in given]  # new objects, because a tensor passed twice needs two numbers
             others = iter(given[len(tensors) :])
-            options |= {name: type(each)(*itertools.islice(others, len(each))) for name, each in lengths.items()}
+            options |= {
+                name: each._make(one if one is None else next(others) for one in each) for name, each in lengths.items()
+            }
             with _Recording(given) as recording:
                 results = self.function(*given[: len(tensors)], **options)
             self.replays[kind] = recording.replay(results)

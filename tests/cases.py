@@ -178,6 +178,11 @@ def taking_lengths(argument: str = "lengths", pass_: str = "forward") -> list[st
     return [name for name in stages.names() if argument in inspect.signature(getattr(stages.load(name), pass_)).parameters]
 
 
+def taking_pages() -> list[str]:
+    """Return the stages whose forwards take caches in pages."""
+    return [name for name in taking_lengths() if getattr(stages.load(name), "PAGES", False)]
+
+
 def first_with(text: str, pass_: str) -> str:
     """Return the first stage of the trunk whose code for a pass has this text."""
     return next(name for name in stages.line() if any(text in code for code in sources(name, pass_).values()))

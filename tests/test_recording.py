@@ -5,7 +5,7 @@ Stand-ins replace the driver and the compiler. Each test starts a new process, b
 
 import programs
 import pytest
-from cases import LONG, in_full, taking_lengths
+from cases import LONG, in_full, taking_lengths, taking_pages
 
 import stages
 
@@ -427,6 +427,29 @@ for call in range(8):
     assert repeated() == (call >= 2)
     assert [each.data_ptr() in map(address, launches[0].args) for each in kept] == [False] * call + [True]
     launched(forward, *tensors, **OPTIONS)  # a call of another kind
+    assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept)
+""",
+        stage,
+    )
+
+
+@pytest.mark.parametrize("stage", taking_pages())
+def test_a_replay_takes_the_table_of_its_call(stage):
+    """A replay passes the address of the table on. Calls with a table and calls without one are of different kinds."""
+    run(
+        """
+from common.entry import Lengths
+stage = stages.load(sys.argv[1])
+forward, kept, lengths = entry(stage.forward), [], torch.zeros(2, dtype=torch.int32)
+q, k, v = problem(batch=2)
+of_pages = q, k[..., :16, :].contiguous(), v[..., :16, :].contiguous()
+for call in range(8):
+    kept.append(torch.zeros(2, 3, dtype=torch.int32))
+    expected = launched(stage.forward, *of_pages, **OPTIONS, lengths=Lengths(lengths, kept[-1]))
+    assert launched(forward, *of_pages, **OPTIONS, lengths=Lengths(lengths, kept[-1])) == expected
+    assert repeated() == (call >= 2)
+    assert [each.data_ptr() in map(address, launches[0].args) for each in kept] == [False] * call + [True]
+    launched(forward, *of_pages, **OPTIONS, lengths=Lengths(lengths))  # a call of another kind
     assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept)
 """,
         stage,

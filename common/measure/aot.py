@@ -34,8 +34,9 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
+from common.checks import SMALLEST_PAGE
 from common.entry import Lengths, Starts
-from common.measure.options import PACKED, add_list, command, json_path, list_of, one_of, single, write_json
+from common.measure.options import PACKED, PAGES, add_list, command, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -167,6 +168,12 @@ def _compile_case(case: dict) -> list[dict]:
             return [case | {"reason": f"takes no {argument}"}]
         numbers = torch.empty(BATCH + packed, dtype=torch.int32, device="meta")
         options |= {"starts": Starts(numbers, numbers)} if packed else {"lengths": Lengths(numbers)}
+        if case["lengths"] == PAGES:
+            if not getattr(stage, "PAGES", False):
+                return [case | {"reason": "takes no pages"}]
+            table = torch.empty(BATCH, SEQ_LEN // SMALLEST_PAGE, dtype=torch.int32, device="meta")
+            options["lengths"] = Lengths(numbers, table)
+            calls = [(stage.forward, (q, *(t.reshape(-1, t.shape[1], SMALLEST_PAGE, t.shape[3]) for t in (k, v))))]
         calls = [(function, [each[:1] for each in arguments] if packed else arguments) for function, arguments in calls]
     for function, arguments in calls:
         try:
@@ -195,7 +202,8 @@ def compile_cases(cases: list[dict]) -> list[dict]:
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`),
-            value_dim (None means head_dim) and lengths (whether each sequence has a length; `PACKED` if they are packed).
+            value_dim (None means head_dim) and lengths (whether each sequence has a length; `PACKED` if they are packed, and
+            `PAGES` if they lie in pages).
 
     Returns:
         Records in the order of the cases. A record is its case's dict with more keys. A row, for a kernel, has those of

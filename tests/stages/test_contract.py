@@ -39,7 +39,7 @@ def test_a_stage_exports_the_contract(module):
     lengths = [name for name in arguments["forward"][-2:] if name in ("lengths", "starts")]
     starts = ["starts"] if arguments["backward"][-1] == "starts" else []
     assert arguments == {
-        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "cache_seqlens", "others"],
+        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "cache_seqlens", "page_table", "others"],
         "attention_varlen": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "causal", "scale", "return_lse"],
         "forward": ["q", "k", "v", "causal", "scale", "diagonal", *lengths],
         "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal", *starts],

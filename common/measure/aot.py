@@ -49,6 +49,7 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
 CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "lengths"
 COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
 BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # ordinary sizes, with which every kernel is compiled
+FEW_QUERIES = 4  # of each sequence, when a cache is decoded
 
 
 class StandInDriver:
@@ -173,8 +174,11 @@ def _compile_case(case: dict) -> list[dict]:
                 return [case | {"reason": "takes no pages"}]
             table = torch.empty(BATCH, SEQ_LEN // SMALLEST_PAGE, dtype=torch.int32, device="meta")
             options["lengths"] = Lengths(numbers, table)
-            calls = [(stage.forward, (q, *(t.reshape(-1, t.shape[1], SMALLEST_PAGE, t.shape[3]) for t in (k, v))))]
-        calls = [(function, [each[:1] for each in arguments] if packed else arguments) for function, arguments in calls]
+            k, v = (t.reshape(-1, t.shape[1], SMALLEST_PAGE, t.shape[3]) for t in (k, v))
+        if packed:
+            calls = [(function, [each[:1] for each in arguments]) for function, arguments in calls]
+        else:  # long prompts, and decoding
+            calls = [(stage.forward, (each, k, v)) for each in (q, q[:, :, :FEW_QUERIES])]
     for function, arguments in calls:
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):

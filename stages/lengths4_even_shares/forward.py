@@ -1,0 +1,269 @@
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_ring,
+    per_row,
+    require_hopper,
+    signal,
+    slot_and_phase,
+    wait_full,
+    wgmma_layout,
+)
+from common.layout import cdiv, empty_rows
+from common.runtime import num_sms
+from stages.lengths3_pages.forward import forward as forward_of_lengths3
+
+from .forward_load import _load
+from .forward_merge import merge
+from .forward_scheduler import Problem, _key_tiles, _next, _place, _row, _share, _tile
+from .forward_softmax import _accumulate, _scores
+
+BLOCK_M = gl.constexpr(128)  # query rows of a tile, for two consumers
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory, as TMA descriptors or pointers.
+
+    If PACKED > 1 query heads share a K/V head and a tile, tiles of Q are [1, 1, 64 // PACKED, PACKED, D], and otherwise
+    [1, 1, 64, D]. With packed heads, few queries fill a tile, and a CTA reads K and V once for all heads of the tile.
+    """
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    lse: gl.tensor  # pointer to the parts' LSE, [B * H / PACKED + CTAs, PACKED * Sq]
+    part: gl.tensor  # pointer to the parts of O, [B * H / PACKED + CTAs, PACKED * Sq, VALUE_DIM]
+
+
+class Queries(NamedTuple):
+    """Buffers of Q in shared memory."""
+
+    q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, *Q's tile]
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: Q has arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumer → producer: Q has been read
+
+
+class Ring(NamedTuple):
+    """K and V in shared memory: a ring buffer with STAGES slots.
+
+    One arrival stands for all warps of a role, because the compiler lets them meet before it.
+    """
+
+    k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # barriers, TMA → consumers: K and V have arrived
+    empty: gl.shared_memory_descriptor  # barriers, consumers → producer: K and V have been read
+
+
+@gluon.jit
+def _skip(ring, fill, tiles):
+    """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
+    for _ in range(tiles):
+        wait_full(ring.full, fill)
+        signal(ring.empty, fill)
+        fill += 1
+    return fill
+
+
+@gluon.jit
+def _producer(tensors, queries, ring, share, problem, CAUSAL: gl.constexpr):
+    """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends."""
+    gdc_launch_dependents()  # PDL: the merge's CTAs may start when all CTAs of this launch are here
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    Q_STAGES: gl.constexpr = queries.q.shape[0] // CONSUMERS
+    fill = 0
+    turn = 0
+    position, batch, first = share.start, share.batch, share.first
+    while position < share.end:
+        tile = _tile(position, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
+        start_n = (tile.start + tile.key_tiles - 1) * BLOCK_N
+        for w in gl.static_range(CONSUMERS):
+            slot, phase = slot_and_phase(turn, Q_STAGES)
+            slot = slot * CONSUMERS + w
+            mbarrier.wait(queries.empty.index(slot), phase ^ 1)
+            mbarrier.expect(queries.full.index(slot), tensors.q.block_type.nbytes)
+            where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
+            tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
+            if w == 0:  # consumers start at their own pace: the first need not wait for the others' Q
+                _load(tensors, tile, ring, fill, start_n, problem, K=True, V=False)
+        for _ in range(1, tile.key_tiles):
+            fill += 1
+            start_n -= BLOCK_N
+            _load(tensors, tile, ring, fill, start_n, problem, K=True, V=True)
+        _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, problem, K=False, V=True)
+        fill += 2
+        turn += 1
+        position += tile.key_tiles
+        batch, first = _next(position, batch, first, tile)
+
+
+@gluon.jit
+def _consumer(tensors, queries, ring, share, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile.
+
+    Consumers run at their own pace. So while one computes its softmax, the tensor cores run another's matmuls.
+    """
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    Q_STAGES: gl.constexpr = queries.q.shape[0] // CONSUMERS
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
+    COPIED: gl.constexpr = tensors.k.block_shape[2]  # keys of a TMA copy: a key tile's, or fewer if pages are smaller
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
+    s_layout: gl.constexpr = wgmma_layout(ROWS, BLOCK_N)
+    acc_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
+    # enough registers for Q. More consumers do not.
+    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
+    scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
+    fill = 0
+    turn = 0
+    position, batch, first = share.start, share.batch, share.first
+    while position < share.end:
+        tile = _tile(position, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
+        start_m = tile.start_m + w * ROWS
+        seen = _key_tiles(start_m + ROWS, tile.keys, tile.diagonal, BLOCK_N, PACKED, CAUSAL)
+        # With few queries, a tile has consumers without rows. They leave the tensor cores to the others, after one key tile.
+        seen = gl.where(start_m < problem.seq_q, seen, 1)
+        seen = gl.minimum(seen - tile.start, tile.key_tiles)
+        idle = seen <= 0  # the rows see none of the share's keys; the result of a first key tile is not used
+        seen = gl.where(idle, 1, seen)
+
+        offs_m = start_m + gl.arange(0, ROWS, of_rows)
+        acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        own = slot * CONSUMERS + w  # this consumer's slot of `queries`
+        mbarrier.wait(queries.full.index(own), phase)
+        q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
+        q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
+        s = _scores(q, ring, fill)
+        last = start_m // PACKED + tile.diagonal  # the last key that the first row sees
+        last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
+        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, COPIED, CONSUMERS, PACKED, CAUSAL)
+        fill += seen
+
+        # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile:
+        # the whole row sums (in `_accumulate`), and from them LSE and 1 / l.
+        part = (tile.batch_head + gl.program_id(0)).to(gl.int64) * problem.seq_q  # heads and shares follow each other
+        lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
+        lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
+        gl.store(lse_ptrs, lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
+        normalize = per_row(1.0 / l, acc_layout)
+        mbarrier.arrive(queries.empty.index(own), count=1)
+        acc = warpgroup_mma_wait(0, [acc])
+        signal(ring.empty, fill)
+        fill += 1
+        offs_m = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+        offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
+        part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * VALUE_DIM + offs_d[None, :]
+        out = gl.where(idle, 0.0, acc * normalize)
+        gl.store(part_ptrs, out, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
+        turn += 1
+        position += tile.key_tiles
+        batch, first = _next(position, batch, first, tile)
+
+
+@gluon.jit(do_not_specialize=["batch", "heads", "seq_q", "seq_k"])  # compile once for all lengths
+def _forward_kernel(
+    q_desc, k_desc, v_desc, lse_ptr, part_ptr, lengths_ptr, table_ptr, scale, batch, heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
+    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
+    kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
+    tensors = Tensors(q_desc, k_desc, v_desc, lse_ptr, part_ptr)
+    problem = Problem(batch, heads, heads_per_kv, seq_q, seq_k, scale, lengths_ptr, table_ptr)
+    share = _share(problem, BLOCK_N)
+    queries = Queries(q_s, q_full, q_empty)
+    ring = Ring(k_s, v_s, kv_full, kv_empty)
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
+    gl.warp_specialize(
+        [(_consumer, (tensors, queries, ring, share, problem, 0, CAUSAL)),
+         (_consumer, (tensors, queries, ring, share, problem, 1, CAUSAL)),
+         (_producer, (tensors, queries, ring, share, problem, CAUSAL))],
+        [4, 1], [240, 24],  # registers: 3 × maxnreg = 504 = 240 (the first role gets the rest) + 240 + 24
+    )  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """Sizes of a key tile, and numbers of buffers."""
+
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    q_slots: int  # buffers of Q
+
+
+# Indexed by the larger of D and Dv.
+SHAPES = dict.fromkeys((16, 32, 64), Shape(128, 3, 2)) | {128: Shape(128, 2, 2), 256: Shape(64, 2, 1)}
+
+
+def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors.
+
+    Packed sequences, sequences of one length, and more queries than a tile holds fall back to lengths3.
+
+    Raises:
+        Unavailable: the GPU is not a Hopper GPU.
+        TypeError: there are `lengths` or `starts`, and the tensors are float32.
+    """
+    require_hopper(__package__)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, page, value_dim = v.shape[1:]
+    per_kv = heads // kv_heads
+    packed = per_kv if ROWS % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
+    masked = causal and seq_q > 1  # a single query sees all keys
+    before = ROWS // packed - 1 if masked else 0  # the most positions before query 0
+    if lengths is None or q.dtype == torch.float32 or (seq_q + before) * packed > BLOCK_M:
+        return forward_of_lengths3(q, k, v, causal=causal, scale=scale, diagonal=diagonal, lengths=lengths, starts=starts)
+    out = empty_rows(q, value_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if scale < 0:
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
+    shape, table = SHAPES[max(head_dim, value_dim)], lengths.pages
+    seq_k = page if table is None else table.shape[1] * page
+    units = batch * heads // packed  # query tiles
+    # Long key tiles do not suit a CTA that gets only one: its matmuls would start late. So two short key tiles replace it.
+    if units * cdiv(seq_k, shape.keys) <= num_sms() and shape.keys > 64:
+        shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
+    programs = min(units * cdiv(seq_k, shape.keys), num_sms())
+    copied, describe_keys = shape.keys, describe_tile  # keys that a TMA copy loads
+    if table is not None:
+        copied, describe_keys = min(copied, page), functools.partial(describe_tile, columns=64)
+    queries, rows = q, (64,)
+    if packed > 1:
+        queries = q.unflatten(1, (-1, packed)).transpose(2, 3)  # [B, H / packed, Sq, packed, D]
+        rows = 64 // packed, packed
+    lses = lse.new_empty(units + programs, packed * seq_q)
+    parts = lse.new_empty(*lses.shape, value_dim)
+    _forward_kernel[programs,](
+        describe_tile(queries, *rows), describe_keys(k, copied), describe_keys(v, copied), lses, parts, lengths.keys, table,
+        scale, batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots,
+        CAUSAL=masked, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+    merge(parts, lses, lengths.keys, seq_k, shape.keys, programs, out, lse)
+    return out, lse

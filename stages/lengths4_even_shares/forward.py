@@ -18,6 +18,7 @@ from common.kernels.hopper import (
     require_hopper,
     signal,
     slot_and_phase,
+    store_rows,
     wait_full,
     wgmma_layout,
 )
@@ -27,7 +28,7 @@ from stages.lengths3_pages.forward import forward as forward_of_lengths3
 
 from .forward_load import _load
 from .forward_merge import merge
-from .forward_scheduler import Problem, _key_tiles, _next, _place, _row, _share, _tile
+from .forward_scheduler import Problem, _after, _key_tiles, _place, _row, _share, _tile
 from .forward_softmax import _accumulate, _scores
 
 BLOCK_M = gl.constexpr(128)  # query rows of a tile, for two consumers
@@ -43,8 +44,13 @@ class Tensors(NamedTuple):
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
-    lse: gl.tensor  # pointer to the parts' LSE, [B * H / PACKED + CTAs, PACKED * Sq]
+    out: tma.tensor_descriptor
+    out_ptr: gl.tensor  # pointer to O
+    lse: gl.tensor  # pointer to [B, H, Sq]
+    # A head whose key tiles are in several shares has parts: share s of head h has part number h + s.
     part: gl.tensor  # pointer to the parts of O, [B * H / PACKED + CTAs, PACKED * Sq, VALUE_DIM]
+    part_lse: gl.tensor  # pointer to the parts' LSE, [B * H / PACKED + CTAs, PACKED * Sq]
+    shares: gl.tensor  # pointer to each head's first share and number of shares, [B * H / PACKED, 2]
 
 
 class Queries(NamedTuple):
@@ -87,9 +93,9 @@ def _producer(tensors, queries, ring, share, problem, CAUSAL: gl.constexpr):
     Q_STAGES: gl.constexpr = queries.q.shape[0] // CONSUMERS
     fill = 0
     turn = 0
-    position, batch, first = share.start, share.batch, share.first
-    while position < share.end:
-        tile = _tile(position, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
+    place, batch, first = share.start, share.batch, share.first
+    while place < share.end:
+        tile = _tile(place, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
         start_n = (tile.start + tile.key_tiles - 1) * BLOCK_N
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
@@ -107,8 +113,19 @@ def _producer(tensors, queries, ring, share, problem, CAUSAL: gl.constexpr):
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, problem, K=False, V=True)
         fill += 2
         turn += 1
-        position += tile.key_tiles
-        batch, first = _next(position, batch, first, tile)
+        place, batch, first = _after(place, batch, first, tile)
+
+
+@gluon.jit
+def _store_out(out, tensors, problem, tile, start_m, row, whole, PACKED: gl.constexpr):
+    """Store a consumer's rows: to O if the CTA has seen the whole head, or to the part that begins at `row`."""
+    if whole:
+        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m // PACKED, out.to(tensors.k.dtype))
+    else:
+        offs_m = start_m + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+        offs_d = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+        part_ptrs = tensors.part + (row + _place(offs_m, problem, PACKED))[:, None] * out.shape[1] + offs_d[None, :]
+        gl.store(part_ptrs, out, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
 
 
 @gluon.jit
@@ -135,9 +152,9 @@ def _consumer(tensors, queries, ring, share, problem, w: gl.constexpr, CAUSAL: g
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
-    position, batch, first = share.start, share.batch, share.first
-    while position < share.end:
-        tile = _tile(position, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
+    place, batch, first = share.start, share.batch, share.first
+    while place < share.end:
+        tile = _tile(place, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen = _key_tiles(start_m + ROWS, tile.keys, tile.diagonal, BLOCK_N, PACKED, CAUSAL)
         # With few queries, a tile has consumers without rows. They leave the tensor cores to the others, after one key tile.
@@ -162,38 +179,42 @@ def _consumer(tensors, queries, ring, share, problem, w: gl.constexpr, CAUSAL: g
 
         # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile:
         # the whole row sums (in `_accumulate`), and from them LSE and 1 / l.
-        part = (tile.batch_head + gl.program_id(0)).to(gl.int64) * problem.seq_q  # heads and shares follow each other
-        lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
+        whole = tile.key_tiles == tile.of_head
+        part = tile.batch_head if whole else tile.batch_head + gl.program_id(0)
+        row = part.to(gl.int64) * problem.seq_q
+        lse_ptrs = (tensors.lse if whole else tensors.part_lse) + row + _place(offs_m, problem, PACKED)
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
         gl.store(lse_ptrs, lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
+        if tile.start == 0:
+            shares = (place + tile.of_head - 1) // share.size - gl.program_id(0) + 1
+            gl.store(tensors.shares + tile.batch_head * 2, gl.program_id(0))
+            gl.store(tensors.shares + tile.batch_head * 2 + 1, shares)
         normalize = per_row(1.0 / l, acc_layout)
         mbarrier.arrive(queries.empty.index(own), count=1)
         acc = warpgroup_mma_wait(0, [acc])
         signal(ring.empty, fill)
         fill += 1
-        offs_m = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-        offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
-        part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * VALUE_DIM + offs_d[None, :]
         out = gl.where(idle, 0.0, acc * normalize)
-        gl.store(part_ptrs, out, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
+        _store_out(out, tensors, problem, tile, start_m, row, whole, PACKED)
         turn += 1
-        position += tile.key_tiles
-        batch, first = _next(position, batch, first, tile)
+        place, batch, first = _after(place, batch, first, tile)
 
 
 @gluon.jit(do_not_specialize=["batch", "heads", "seq_q", "seq_k"])  # compile once for all lengths
 def _forward_kernel(
-    q_desc, k_desc, v_desc, lse_ptr, part_ptr, lengths_ptr, table_ptr, scale, batch, heads, heads_per_kv, seq_q, seq_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr, lengths_ptr, table_ptr, scale,
+    batch, heads, heads_per_kv, seq_q, seq_k,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = q_desc.block_shape[-1]
+    VALUE_DIM: gl.constexpr = out_desc.block_shape[-1]
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    tensors = Tensors(q_desc, k_desc, v_desc, lse_ptr, part_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr)
     problem = Problem(batch, heads, heads_per_kv, seq_q, seq_k, scale, lengths_ptr, table_ptr)
     share = _share(problem, BLOCK_N)
     queries = Queries(q_s, q_full, q_empty)
@@ -210,15 +231,14 @@ def _forward_kernel(
 
 
 class Shape(NamedTuple):
-    """Sizes of a key tile, and numbers of buffers."""
+    """Numbers of buffers."""
 
-    keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
 
 
-# Indexed by the larger of D and Dv.
-SHAPES = dict.fromkeys((16, 32, 64), Shape(128, 3, 2)) | {128: Shape(128, 2, 2), 256: Shape(64, 2, 1)}
+BLOCK_N = 64  # keys of a key tile: few, so that shares can be even
+SHAPES = dict.fromkeys((16, 32, 64), Shape(6, 2)) | {128: Shape(4, 2), 256: Shape(2, 1)}  # by the larger of D and Dv
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
@@ -245,25 +265,23 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     shape, table = SHAPES[max(head_dim, value_dim)], lengths.pages
     seq_k = page if table is None else table.shape[1] * page
-    units = batch * heads // packed  # query tiles
-    # Long key tiles do not suit a CTA that gets only one: its matmuls would start late. So two short key tiles replace it.
-    if units * cdiv(seq_k, shape.keys) <= num_sms() and shape.keys > 64:
-        shape = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2)
-    programs = min(units * cdiv(seq_k, shape.keys), num_sms())
-    copied, describe_keys = shape.keys, describe_tile  # keys that a TMA copy loads
+    tiles = batch * heads // packed
+    programs = min(tiles * cdiv(seq_k, BLOCK_N), num_sms())
+    copied, describe_keys = BLOCK_N, describe_tile  # keys that a TMA copy loads
     if table is not None:
         copied, describe_keys = min(copied, page), functools.partial(describe_tile, columns=64)
-    queries, rows = q, (64,)
+    queries, outputs, rows = q, out, (64,)
     if packed > 1:
-        queries = q.unflatten(1, (-1, packed)).transpose(2, 3)  # [B, H / packed, Sq, packed, D]
+        queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         rows = 64 // packed, packed
-    lses = lse.new_empty(units + programs, packed * seq_q)
-    parts = lse.new_empty(*lses.shape, value_dim)
+    parts = lse.new_empty(tiles + programs, packed * seq_q, value_dim)
+    part_lses = lse.new_empty(parts.shape[:2])
+    shares = lengths.keys.new_empty(tiles, 2)
     _forward_kernel[programs,](
-        describe_tile(queries, *rows), describe_keys(k, copied), describe_keys(v, copied), lses, parts, lengths.keys, table,
-        scale, batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots,
-        CAUSAL=masked, num_warps=4, maxnreg=168,
+        describe_tile(queries, *rows), describe_keys(k, copied), describe_keys(v, copied), describe_tile(outputs, *rows),
+        outputs, lse, parts, part_lses, shares, lengths.keys, table, scale,
+        batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
+        BLOCK_N=BLOCK_N, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=masked, num_warps=4, maxnreg=168,
     )  # fmt: skip
-    merge(parts, lses, lengths.keys, seq_k, shape.keys, programs, out, lse)
+    merge(parts, part_lses, shares, out, lse)
     return out, lse

@@ -12,11 +12,9 @@ from triton.experimental.gluon import language as gl
 
 from common.kernels.hopper import ROWS
 
-FIELDS = tl.constexpr(8)  # int32 of an entry in the list of tiles; its 5 values lie in one sector of 32 bytes
-
-
 SEQUENCES = gl.constexpr(128)  # sequences whose lengths are read at once
-BY_LANE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+IN_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has all of them, so warps need not meet
+SETUP = tl.constexpr(1)  # a head's Q and its last V take as long as so many more key tiles
 
 
 class Problem(NamedTuple):
@@ -33,16 +31,17 @@ class Problem(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A CTA's key tiles, as positions in the list of all key tiles. The list has the first head of the first sequence first."""
+    """A CTA's part of the list of all key tiles: first those of the first sequence's first head, after SETUP empty places."""
 
-    start: tl.tensor
+    size: tl.tensor  # number of places
+    start: tl.tensor  # the first place that has a key tile
     end: tl.tensor
     batch: tl.tensor  # the sequence at `start`
-    first: tl.tensor  # position of this sequence's first key tile
+    first: tl.tensor  # where this sequence begins in the list
 
 
 class Tile(NamedTuple):
-    """A work tile: BLOCK_M query rows of one head, and those of their key tiles that are in a CTA's share."""
+    """A work tile: the query rows of one head, and those of their key tiles that are in a CTA's share."""
 
     batch_head: tl.tensor  # batch * H + head
     batch: tl.tensor
@@ -51,9 +50,10 @@ class Tile(NamedTuple):
     start_m: tl.tensor  # the tile's first query row
     start: tl.tensor  # number of the first key tile
     key_tiles: tl.tensor
+    of_head: tl.tensor  # number of key tiles of all shares
     keys: tl.tensor  # number of keys of the tile's sequence
     diagonal: tl.tensor  # diagonal of the tile's sequence
-    end: tl.tensor  # position behind the last key tile of the sequence, for all its heads
+    end: tl.tensor  # where the sequence ends in the list
 
 
 @triton.jit
@@ -92,32 +92,42 @@ def _key(start_n, tile, problem, COPIED: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    position, batch, first, share, problem,
-    BLOCK_N: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Return the work tile at a position in the list of all key tiles, where sequence `batch` begins at position `first`."""
-    keys = tl.minimum(tl.maximum(tl.load(problem.lengths + batch), 0), problem.seq_k)
-    of_head = tl.maximum(tl.cdiv(keys, BLOCK_N), 1)  # a sequence without keys loads a tile without using it
-    head = (position - first) // of_head
-    start = (position - first) % of_head
+def _tiles_of(keys, BLOCK_N: tl.constexpr):
+    """Return the number of key tiles of a head with so many keys. A sequence without keys loads a tile without using it."""
+    return tl.maximum(tl.cdiv(keys, BLOCK_N), 1)
+
+
+@triton.jit
+def _keys_of(batch, problem):
+    """Return a sequence's number of keys. A length may be wrong, but not lead outside of the cache."""
+    return tl.minimum(tl.maximum(tl.load(problem.lengths + batch), 0), problem.seq_k)
+
+
+@triton.jit
+def _tile(place, batch, first, share, problem, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the work tile whose first key tile is at a place in the list. Its sequence `batch` begins at `first`."""
+    keys = _keys_of(batch, problem)
+    of_head = _tiles_of(keys, BLOCK_N)
+    head = (place - first) // (SETUP + of_head)
+    start = (place - first) % (SETUP + of_head) - SETUP
     diagonal = keys - problem.seq_q // PACKED if CAUSAL else 0  # the last query sees all keys
     # Start early, so that start_m // PACKED + diagonal is a multiple of ROWS // PACKED. Then a consumer's diagonal lies in
     # one key tile, its last. No other tile needs a mask, so the masked tile can be computed outside the loop. (Without a causal
     # mask, `diagonal` is 0.)
     start_m = -_rows_before(diagonal, PACKED)
-    key_tiles = tl.minimum(of_head - start, share.end - position)
+    key_tiles = tl.minimum(of_head - start, share.end - place)
     return Tile(
-        batch * problem.heads + head, batch, head, head // problem.heads_per_kv, start_m, start, key_tiles, keys, diagonal,
-        first + of_head * problem.heads,
+        batch * problem.heads + head, batch, head, head // problem.heads_per_kv, start_m, start, key_tiles, of_head, keys,
+        diagonal, first + (SETUP + of_head) * problem.heads,
     )  # fmt: skip
 
 
 @triton.jit
-def _next(position, batch, first, tile):
-    """Return the sequence at the position behind a tile of sequence `batch`, and where the sequence begins."""
-    ends = position == tile.end
-    return tl.where(ends, batch + 1, batch), tl.where(ends, tile.end, first)
+def _after(place, batch, first, tile):
+    """Return the place of the key tile that follows a tile in the list, its sequence, and where that begins."""
+    place += tile.key_tiles
+    batch, first = tl.where(place == tile.end, batch + 1, batch), tl.where(place == tile.end, tile.end, first)
+    return tl.where(tile.start + tile.key_tiles == tile.of_head, place + SETUP, place), batch, first
 
 
 @triton.jit
@@ -127,35 +137,28 @@ def _add(a, b):
 
 
 @gluon.jit
-def _key_tiles_from(sequence, lengths, batch, heads, seq_k, BLOCK_N: gl.constexpr):
-    """Return how many key tiles all heads of a sequence have, for `SEQUENCES` sequences from `sequence` on."""
-    number = sequence + gl.arange(0, SEQUENCES, BY_LANE)
-    keys = gl.load(lengths + number, mask=number < batch, other=0)
-    tiles = gl.maximum(gl.cdiv(gl.minimum(keys, seq_k), BLOCK_N), 1) * heads
-    return number, gl.where(number < batch, tiles, 0)
-
-
-@gluon.jit
-def _total(lengths, batch, heads, seq_k, BLOCK_N: gl.constexpr):
-    """Return the number of key tiles of all sequences."""
-    total = 0
-    for sequence in range(0, batch, SEQUENCES):
-        _, tiles = _key_tiles_from(sequence, lengths, batch, heads, seq_k, BLOCK_N)
-        total += gl.sum(tiles, 0)
-    return total
+def _places(sequence, problem, BLOCK_N: gl.constexpr):
+    """Return how many places sequences have in the list, for `SEQUENCES` sequences from `sequence` on."""
+    number = sequence + gl.arange(0, SEQUENCES, IN_WARP)
+    keys = gl.load(problem.lengths + number, mask=number < problem.batch, other=0)
+    places = (SETUP + _tiles_of(gl.minimum(keys, problem.seq_k), BLOCK_N)) * problem.heads
+    return gl.where(number < problem.batch, places, 0)
 
 
 @gluon.jit
 def _share(problem, BLOCK_N: gl.constexpr):
-    """Return this CTA's share. All shares have equally many key tiles, except the last."""
-    total = _total(problem.lengths, problem.batch, problem.heads, problem.seq_k, BLOCK_N)
+    """Return this CTA's share. All shares have equally many places, except the last ones."""
+    total = 0
+    for sequence in range(0, problem.batch, SEQUENCES):
+        total += gl.sum(_places(sequence, problem, BLOCK_N), 0)
     size = gl.cdiv(total, gl.num_programs(0))
     start = gl.program_id(0) * size
     batch, first, end = 0, 0, 0
     for sequence in range(0, problem.batch, SEQUENCES):
-        _, tiles = _key_tiles_from(sequence, problem.lengths, problem.batch, problem.heads, problem.seq_k, BLOCK_N)
-        ends = end + gl.associative_scan(tiles, 0, _add)
+        ends = end + gl.associative_scan(_places(sequence, problem, BLOCK_N), 0, _add)
         batch += gl.sum((ends <= start).to(gl.int32), 0)
         first = gl.maximum(first, gl.max(gl.where(ends <= start, ends, 0), 0))
         end = gl.max(ends, 0)
-    return Share(start, gl.minimum(start + size, total), batch, first)
+    of_head = SETUP + _tiles_of(_keys_of(gl.minimum(batch, problem.batch - 1), problem), BLOCK_N)
+    empty = gl.maximum(SETUP - (start - first) % of_head, 0)
+    return Share(size, start + empty, gl.minimum(start + size, total), batch, first)

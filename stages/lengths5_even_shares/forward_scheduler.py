@@ -12,9 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from common.kernels.hopper import ROWS
 
-SEQUENCES = gl.constexpr(128)  # sequences whose lengths are read at once
-IN_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has all of them, so warps need not meet
-SETUP = tl.constexpr(1)  # a head's Q and its last V take as long as so many more key tiles
+SETUP = tl.constexpr(2)  # beginning and ending a head takes as long as so many more key tiles (measured on an H100)
 
 
 class Problem(NamedTuple):
@@ -137,28 +135,18 @@ def _add(a, b):
 
 
 @gluon.jit
-def _places(sequence, problem, BLOCK_N: gl.constexpr):
-    """Return how many places sequences have in the list, for `SEQUENCES` sequences from `sequence` on."""
-    number = sequence + gl.arange(0, SEQUENCES, IN_WARP)
+def _share(problem, BLOCK_N: gl.constexpr, SEQUENCES: gl.constexpr):
+    """Return this CTA's share. All shares have equally many places, except the last ones."""
+    in_warp: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [4], [0])  # each warp has all, so warps need not meet
+    number = gl.arange(0, SEQUENCES, in_warp)
     keys = gl.load(problem.lengths + number, mask=number < problem.batch, other=0)
     places = (SETUP + _tiles_of(gl.minimum(keys, problem.seq_k), BLOCK_N)) * problem.heads
-    return gl.where(number < problem.batch, places, 0)
-
-
-@gluon.jit
-def _share(problem, BLOCK_N: gl.constexpr):
-    """Return this CTA's share. All shares have equally many places, except the last ones."""
-    total = 0
-    for sequence in range(0, problem.batch, SEQUENCES):
-        total += gl.sum(_places(sequence, problem, BLOCK_N), 0)
+    ends = gl.associative_scan(gl.where(number < problem.batch, places, 0), 0, _add)
+    total = gl.max(ends, 0)
     size = gl.cdiv(total, gl.num_programs(0))
     start = gl.program_id(0) * size
-    batch, first, end = 0, 0, 0
-    for sequence in range(0, problem.batch, SEQUENCES):
-        ends = end + gl.associative_scan(_places(sequence, problem, BLOCK_N), 0, _add)
-        batch += gl.sum((ends <= start).to(gl.int32), 0)
-        first = gl.maximum(first, gl.max(gl.where(ends <= start, ends, 0), 0))
-        end = gl.max(ends, 0)
-    of_head = SETUP + _tiles_of(_keys_of(gl.minimum(batch, problem.batch - 1), problem), BLOCK_N)
+    batch = gl.minimum(gl.sum((ends <= start).to(gl.int32), 0), problem.batch - 1)
+    first = gl.max(gl.where(ends <= start, ends, 0), 0)
+    of_head = SETUP + _tiles_of(_keys_of(batch, problem), BLOCK_N)
     empty = gl.maximum(SETUP - (start - first) % of_head, 0)
     return Share(size, start + empty, gl.minimum(start + size, total), batch, first)

@@ -1,4 +1,4 @@
-"""Even shares: each CTA takes as many key tiles as the others, across heads and sequences."""
+"""Even shares: each CTA takes equally many key tiles, across heads and sequences."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -28,7 +28,7 @@ from stages.lengths3_pages.forward import forward as forward_of_lengths3
 
 from .forward_load import _load
 from .forward_merge import merge
-from .forward_scheduler import Problem, _after, _key_tiles, _place, _row, _share, _tile
+from .forward_scheduler import SETUP, Problem, _after, _key_tiles, _place, _row, _share, _tile
 from .forward_softmax import _accumulate, _scores
 
 BLOCK_M = gl.constexpr(128)  # query rows of a tile, for two consumers
@@ -204,7 +204,7 @@ def _consumer(tensors, queries, ring, share, problem, w: gl.constexpr, CAUSAL: g
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr, lengths_ptr, table_ptr, scale,
     batch, heads, heads_per_kv, seq_q, seq_k,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: gl.constexpr = q_desc.block_shape[-1]
     VALUE_DIM: gl.constexpr = out_desc.block_shape[-1]
@@ -216,7 +216,7 @@ def _forward_kernel(
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr)
     problem = Problem(batch, heads, heads_per_kv, seq_q, seq_k, scale, lengths_ptr, table_ptr)
-    share = _share(problem, BLOCK_N)
+    share = _share(problem, BLOCK_N, SEQUENCES)
     queries = Queries(q_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
@@ -237,14 +237,24 @@ class Shape(NamedTuple):
     q_slots: int  # buffers of Q
 
 
-BLOCK_N = 64  # keys of a key tile: few, so that shares can be even
 SHAPES = dict.fromkeys((16, 32, 64), Shape(6, 2)) | {128: Shape(4, 2), 256: Shape(2, 1)}  # by the larger of D and Dv
+BLOCK_N = 64  # keys of a key tile: few, so that shares are even
+MOST_SEQUENCES = 1024  # each warp holds all lengths in its registers
+
+
+def takes(q, keys, packed, masked) -> bool:
+    """Return whether the kernel takes a batch: if a tile holds all queries of a sequence, and shares matter."""
+    batch, heads, seq_q, _ = q.shape
+    before = ROWS.value // packed - 1 if masked else 0  # the most positions before query 0
+    places = batch * heads // packed * (cdiv(keys, BLOCK_N) + SETUP.value)  # int32 in the kernel
+    one_tile = (seq_q + before) * packed <= BLOCK_M.value
+    return 1 < batch <= MOST_SEQUENCES and one_tile and places < 2**31 and q.dtype != torch.float32
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors.
 
-    Packed sequences, sequences of one length, and more queries than a tile holds fall back to lengths3.
+    Falls back to lengths3 without lengths, for a single sequence, and for more queries than a tile holds.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -254,17 +264,17 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, page, value_dim = v.shape[1:]
     per_kv = heads // kv_heads
-    packed = per_kv if ROWS % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
+    packed = per_kv if ROWS.value % per_kv == 0 else 1  # a consumer's 64 rows hold all packed heads of a query
     masked = causal and seq_q > 1  # a single query sees all keys
-    before = ROWS // packed - 1 if masked else 0  # the most positions before query 0
-    if lengths is None or q.dtype == torch.float32 or (seq_q + before) * packed > BLOCK_M:
+    table = lengths.pages if lengths else None
+    seq_k = page if table is None else table.shape[1] * page
+    if not lengths or not takes(q, seq_k, packed, masked):
         return forward_of_lengths3(q, k, v, causal=causal, scale=scale, diagonal=diagonal, lengths=lengths, starts=starts)
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    shape, table = SHAPES[max(head_dim, value_dim)], lengths.pages
-    seq_k = page if table is None else table.shape[1] * page
+    shape = SHAPES[max(head_dim, value_dim)]
     tiles = batch * heads // packed
     programs = min(tiles * cdiv(seq_k, BLOCK_N), num_sms())
     copied, describe_keys = BLOCK_N, describe_tile  # keys that a TMA copy loads
@@ -281,7 +291,8 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
         describe_tile(queries, *rows), describe_keys(k, copied), describe_keys(v, copied), describe_tile(outputs, *rows),
         outputs, lse, parts, part_lses, shares, lengths.keys, table, scale,
         batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
-        BLOCK_N=BLOCK_N, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=masked, num_warps=4, maxnreg=168,
+        SEQUENCES=1 << max(batch - 1, 31).bit_length(), BLOCK_N=BLOCK_N, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots,
+        CAUSAL=masked, num_warps=4, maxnreg=168,
     )  # fmt: skip
     merge(parts, part_lses, shares, out, lse)
     return out, lse

@@ -14,9 +14,7 @@ a recording run one at a time. They find compiled kernels in tables (`common.lau
 """
 
 import contextvars
-import copy
 import functools
-import inspect
 import itertools
 import threading
 import warnings
@@ -31,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.compiler import CompiledKernel
 
-from common.launching import with_tables
+from common.launching import bare, with_tables
 from common.layout import ALIGNMENT
 from common.runtime import give_context
 
@@ -221,25 +219,8 @@ def _operate(func, values, names, numbers, in_place):
     return step
 
 
-def _encoders(run):
-    """Return a launcher that takes encoded descriptors, and an encoding function for each of the kernel's descriptors.
-
-    Return Triton's launcher and no functions in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
-    differs from the launcher of Triton 3.6 and 3.7.
-    """
-    encoding = getattr(run, "launch", None)
-    known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
-    tiles = known.nonlocals.get("tensordesc_meta") if known else None
-    if not tiles or None in tiles or "launcher" not in known.nonlocals or "make_tensordesc_arg" not in known.globals:
-        return run, []
-    bare = copy.copy(run)
-    bare.launch = known.nonlocals["launcher"]
-    encode = known.globals["make_tensordesc_arg"]
-    return bare, [lambda descriptor, tile=tile: encode(descriptor, tile) for tile in tiles]
-
-
 def _launch(run, grid, binary, pointers, descriptors, others):
-    run, encoders = _encoders(run)
+    run, encoders = bare(run)
     # Replace the last descriptor first, because a replacement can move later arguments.
     described = [(*each, encode, {}) for each, encode in itertools.zip_longest(descriptors, encoders)][::-1]
 
@@ -339,7 +320,7 @@ class Recorded:
                 return self.function(*tensors, **options)
         device = driver.get_current_device()
         of_options = causal, type(scale), scale or str(scale), diagonal, *lengths  # zero as text, because 0.0 equals -0.0
-        given = (*tensors, *itertools.chain(*lengths.values()))
+        given = (*tensors, *itertools.chain(*lengths.values())) if lengths else tensors
         kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, given))
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):

@@ -149,7 +149,10 @@ assert min(repeats.values()) > len(calls) / 6, repeats  # one of three equal cal
 
 
 def test_the_driver_gets_the_arguments_that_triton_gives_it():
-    """Each replayed descriptor has the address of the call's own tensor. An address's descriptor is encoded only once."""
+    """Each descriptor has the address of the call's own tensor, whether the call is replayed or its launches are in tables.
+
+    A replay encodes an address's descriptor only once.
+    """
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own
@@ -175,6 +178,8 @@ class Launched(Binary):
         super().__init__(src, target, options)
         self._run = Launcher(self)
 
+through_triton, triton_run = [], JITFunction.run
+JITFunction.run = lambda kernel, *args, **options: through_triton.append(kernel) or triton_run(kernel, *args, **options)
 triton.compiler.compile = Launched
 utils = triton.runtime.driver.active.utils
 utils.fill_tma_descriptor = utils.fill_tma_descriptor_tiled = lambda *args: encoded.append(args) or args
@@ -204,6 +209,13 @@ for name in (stages.newest(), stages.line()[-2], "v5"):
         every = len(encoded) - before
         sent_by(entry(function), calls[0])
         assert len(encoded) - before - every < every, "what is given is encoded once"
+    for seq_k in (1008, 992):  # the first call compiles, and the second finds its launches in the tables
+        tensors = problem(seq_q=1024, seq_k=seq_k)
+        for function, given in ((stage.forward, tensors), (stage.backward, for_backward(*tensors))):
+            through_triton.clear()
+            got = sent_by(entry(function), given)
+            assert seq_k == 1008 or not through_triton
+            assert got == sent_by(function, given), (name, got)
 """)
 
 

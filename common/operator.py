@@ -52,7 +52,7 @@ def _unwatched(*tensors: Tensor) -> bool:
     If so, no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
     belongs to a transform or has PyTorch's negative bit.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_torch_function_mode_enabled()
@@ -60,12 +60,13 @@ def _unwatched(*tensors: Tensor) -> bool:
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
         or torch.jit.is_tracing()
-    ) and all(
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and not tensor.is_neg()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        for tensor in tensors
-    )
+    ):
+        return False
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_neg() or is_wrapped(tensor):
+            return False
+    return True
 
 
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:

@@ -66,7 +66,10 @@ def l2_bytes() -> int:
 
 def architecture() -> int | str | None:
     """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None if kernels are interpreted."""
-    return _interpreter.architecture if INTERPRETED else _architecture(triton.runtime.driver.active, current_device())
+    if INTERPRETED:
+        return _interpreter.architecture
+    driver = triton.runtime.driver.active
+    return _architecture(driver, driver.get_current_device())
 
 
 @contextlib.contextmanager

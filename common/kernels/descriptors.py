@@ -15,10 +15,7 @@ def aligned_strides(tensor: Tensor) -> list[int]:
     """Return the strides of an `addressable` tensor for a descriptor."""
     strides = [*tensor.stride()]
     assert strides[-1] == 1, "a row is not contiguous: call a stage through common.entry"
-    if math.gcd(*strides[:-1]) % ALIGNMENT:
-        strides = [*used_strides(tensor)[:-1], 1]
-        assert math.gcd(*strides[:-1]) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
-    return strides
+    return strides if math.gcd(*strides[:-1]) % ALIGNMENT == 0 else [*used_strides(tensor)[:-1], 1]
 
 
 def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
@@ -28,7 +25,9 @@ def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
     with strides that TMA can take.
     """
     give_context(tensor)
-    fields = {"base": tensor, "shape": [*tensor.shape], "strides": aligned_strides(tensor)}
+    strides = aligned_strides(tensor)
+    assert math.gcd(*strides[:-1]) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
+    fields = {"base": tensor, "shape": [*tensor.shape], "strides": strides}
     constant = _checked.get(key := (kind, block, tensor.dtype))
     if constant is None:
         constant = {"block_shape": [*block]} | ({"layout": layout(block, tensor.dtype)} if layout else {})

@@ -14,7 +14,13 @@ import triton
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
 
 
 def current_device() -> int:
@@ -89,6 +95,6 @@ def give_context(tensor: torch.Tensor):
     The driver needs a context to encode a descriptor. A new thread, such as autograd's, has no context before its first call of
     the CUDA runtime.
     """
-    if tensor.is_cuda and not hasattr(_thread, "has_context"):
+    if not _thread.has_context and tensor.is_cuda:
         torch.cuda.Event().record()
         _thread.has_context = True

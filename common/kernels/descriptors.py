@@ -25,16 +25,17 @@ def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
     with strides that TMA can take.
     """
     give_context(tensor)
-    strides = aligned_strides(tensor)
-    assert math.gcd(*strides[:-1]) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
-    fields = {"base": tensor, "shape": [*tensor.shape], "strides": strides}
+    *steps, last = strides = [*tensor.stride()]
+    if last != 1 or math.gcd(*steps) % ALIGNMENT:
+        *steps, _ = strides = aligned_strides(tensor)
+        assert math.gcd(*steps) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
     constant = _checked.get(key := (kind, block, tensor.dtype))
     if constant is None:
         constant = {"block_shape": [*block]} | ({"layout": layout(block, tensor.dtype)} if layout else {})
-        kind(**fields, **constant)
+        kind(tensor, [*tensor.shape], strides, **constant)
         _checked[key] = constant
     descriptor = kind.__new__(kind)  # its other fields have defaults, which are attributes of the class
-    descriptor.__dict__ = fields | constant
+    descriptor.__dict__ = {"base": tensor, "shape": [*tensor.shape], "strides": strides, **constant}
     return descriptor
 
 

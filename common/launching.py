@@ -6,8 +6,8 @@ have equal keys in the table, then Triton launches the same compiled kernel for 
 Triton.
 
 A key has the values of the launch's constants and options, by name, and the types of its arguments. For each of TMA's
-descriptors, it has the dtype, the block shape and the layout, from which Triton makes the descriptor's text. For other
-arguments, it has Triton's own descriptions.
+descriptors, it has the dtype, the block shape and the layout, from which Triton makes the descriptor's text, or a list that
+stands for all three. For other arguments, it has Triton's own descriptions.
 """
 
 import copy
@@ -16,7 +16,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import triton
 from triton.compiler import CompiledKernel
@@ -27,24 +27,35 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_LAUNCHES = 1024  # a table forgets all launches when it has this many
 _DESCRIPTORS = (GluonDescriptor, TensorDescriptor)
+_blocks = {}  # lists that `block_of_one_kind` has returned, by id
 _FIXED = (type, type(None), bool, int, float, str)  # objects of these types cannot change in place
 
 
-def bare(run: Callable) -> tuple[Callable, list[Callable]]:
-    """Return a launcher that takes encoded descriptors, and an encoding function for each of the kernel's descriptors.
+def block_of_one_kind(block: Sequence[int]) -> list[int]:
+    """Return a list to be the block shape of all descriptors of one class, dtype and layout, and of no others.
 
-    `run` is Triton's launcher. Return it and no functions in three cases: the kernel has no descriptors, the GPU has no TMA, or
+    Tables tell such descriptors apart by the list's identity, so nothing may change the list.
+    """
+    kept = [*block]
+    _blocks[id(kept)] = kept
+    return kept
+
+
+def bare(run: Callable) -> tuple[Callable, Callable | None, list[dict]]:
+    """Return a launcher that takes encoded descriptors, the function that encodes one, and the function's second argument for
+    each of the kernel's descriptors.
+
+    `run` is Triton's launcher. Return it and no function in three cases: the kernel has no descriptors, the GPU has no TMA, or
     the launcher differs from the launcher of Triton 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
     known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
     tiles = known.nonlocals.get("tensordesc_meta") if known else None
     if not tiles or None in tiles or "launcher" not in known.nonlocals or "make_tensordesc_arg" not in known.globals:
-        return run, []
+        return run, None, []
     without = copy.copy(run)
     without.launch = known.nonlocals["launcher"]
-    encode = known.globals["make_tensordesc_arg"]
-    return without, [lambda descriptor, tile=tile: encode(descriptor, tile) for tile in tiles]
+    return without, known.globals["make_tensordesc_arg"], tiles
 
 
 class _Thread(threading.local):
@@ -76,15 +87,15 @@ class _Launcher:
         except TypeError:  # an option has no hash
             key = found = None
         if found:
-            binary, name, run, encoders, spaces, variables, before, constants, _ = found
+            binary, name, run, encode, tiles, spaces, variables, before, constants, _ = found
             # If Triton's cache was emptied, Triton compiles again. If a global variable has changed, Triton fails.
             if compiled.get(name) is binary and [*map(dict.get, spaces, variables)] == before:
                 values = [*args, *constants]
                 if callable(grid):
                     grid = grid(dict(zip(kernel.arg_names, values, strict=True)))
                 x, y, z = (*grid, 1, 1)[:3]
-                for at, encode in encoders:
-                    values[at : at + 1] = encode(args[at])
+                for at, tile in tiles:
+                    values[at : at + 1] = encode(args[at], tile)
                 of_kernel = binary.function, binary.packed_metadata, None, None, None  # no hooks
                 run(x, y, z, driver.get_current_stream(device), *of_kernel, *values)
                 return binary
@@ -98,12 +109,13 @@ class _Launcher:
                 if len(self.table) >= MOST_LAUNCHES:
                     self.table.clear()
                 constants = [*bind(*args, **options)[0].values()][len(args) :]
-                run, encoders = bare(binary.run)
+                run, encode, tiles = bare(binary.run)
                 described = [at for at, arg in enumerate(args) if isinstance(arg, _DESCRIPTORS)]
                 # The last descriptor is encoded first, because an encoded descriptor moves the arguments behind it.
-                encoders = [*zip(described, encoders, strict=True)][::-1] if encoders else []
-                layouts = [getattr(arg, "layout", None) for arg in args]  # kept, so that their ids stay theirs
-                self.table[key] = binary, names[0], run, encoders, spaces, variables, values, constants, layouts
+                tiles = [*zip(described, tiles, strict=True)][::-1] if encode else []
+                # Blocks and layouts are kept, so that their ids stay theirs.
+                kept = [(getattr(arg, "block_shape", None), getattr(arg, "layout", None)) for arg in args]
+                self.table[key] = binary, names[0], run, encode, tiles, spaces, variables, values, constants, kept
         return binary
 
     def _key(self, device: int, backend, args: tuple, options: dict) -> tuple | None:
@@ -113,10 +125,13 @@ class _Launcher:
         description = triton.runtime.jit.native_specialize_impl  # not at the top, because other versions may not have it
         kinds = (*map(type, args),)
         described, others, rules = self.divide(kinds)
-        descriptions = map(description, itertools.repeat(backend), itertools.compress(args, others), *rules)
-        key = [device, kinds, (*options,), *options.values(), *itertools.chain.from_iterable(descriptions)]
+        key = [device, kinds, (*options,), *options.values()]
+        key += map(description, itertools.repeat(backend), itertools.compress(args, others), *rules)
         for arg in itertools.compress(args, described):
-            key += arg.base.dtype, *arg.block_shape, id(getattr(arg, "layout", None))  # the id, because hash(layout) is slow
+            if (block := id(arg.block_shape)) in _blocks:
+                key.append(block)
+            else:
+                key += arg.base.dtype, *arg.block_shape, id(getattr(arg, "layout", None))  # the id: hash(layout) is slow
         return tuple(key)
 
     def _divide(self, kinds: tuple[type, ...]) -> tuple[list[bool], list[bool], list[tuple]]:

@@ -220,15 +220,15 @@ def _operate(func, values, names, numbers, in_place):
 
 
 def _launch(run, grid, binary, pointers, descriptors, others):
-    run, encoders = bare(run)
+    run, encode, tiles = bare(run)
     # Replace the last descriptor first, because a replacement can move later arguments.
-    described = [(*each, encode, {}) for each, encode in itertools.zip_longest(descriptors, encoders)][::-1]
+    described = [(*each, tile, {}) for each, tile in itertools.zip_longest(descriptors, tiles)][::-1]
 
     def step(tensors, stream):
         args = others.copy()
         for at, number, offset in pointers:
             args[at] = tensors[number].data_ptr() + offset
-        for at, number, kind, fields, encode, encoded in described:
+        for at, number, kind, fields, tile, encoded in described:
             address = tensors[number].data_ptr()
             places = encoded.get(address)  # PyTorch's allocator often gives a later call the same address
             if places is None:
@@ -238,7 +238,7 @@ def _launch(run, grid, binary, pointers, descriptors, others):
                 if encode:
                     if len(encoded) >= MOST_ADDRESSES:
                         encoded.clear()
-                    places = encoded[address] = encode(descriptor)
+                    places = encoded[address] = encode(descriptor, tile)
             args[at : at + 1] = places
         run(*grid, stream, *binary, *args)
 

@@ -312,6 +312,8 @@ sys.path.append(sys.argv[1])
 import module_of_kernel
 from module_of_kernel import kernel
 from common import launching
+from common.kernels.descriptors import describe
+from common.kernels.hopper import describe_tile
 from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -332,6 +334,12 @@ descriptors = [
     described(swizzle=128), described(torch.bfloat16, swizzle=128), described(swizzle=64),
     described(block=(8, 64), swizzle=128),
 ]
+for dtype in (torch.float16, torch.bfloat16):  # those of one kind share the list of their block shape
+    heads = [torch.empty(1, 1, rows, 64, dtype=dtype) for rows in (64, 80)]
+    descriptors += [describe(each, rows, 64) for each in heads for rows in (16, 32)]
+    descriptors += [describe_tile(each, 16) for each in heads]
+    descriptors.append(describe(heads[0], 16, 64))
+    descriptors[-1].block_shape = [1, 1, 32, 64]  # as an autotuner's pre_hook does
 integers = [0, 1, 2, 16, 17, -16, 2**31 - 1, 2**31, 2**40, 2**63, True, 1.0]
 CHOICES = {
     "x": pointers, "out": pointers, "first": descriptors, "second": [*descriptors, *pointers[:4], 5], "length": integers,

@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from common.launching import block_of_one_kind
 from common.layout import ALIGNMENT, used_strides
 from common.runtime import give_context
 
@@ -31,7 +32,7 @@ def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
         assert math.gcd(*steps) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
     constant = _checked.get(key := (kind, block, tensor.dtype))
     if constant is None:
-        constant = {"block_shape": [*block]} | ({"layout": layout(block, tensor.dtype)} if layout else {})
+        constant = {"block_shape": block_of_one_kind(block)} | ({"layout": layout(block, tensor.dtype)} if layout else {})
         kind(tensor, [*tensor.shape], strides, **constant)
         _checked[key] = constant
     descriptor = kind.__new__(kind)  # its other fields have defaults, which are attributes of the class

@@ -7,7 +7,7 @@ Triton.
 
 A key has the values of the launch's constants and options, by name, and the types of its arguments. For each of TMA's
 descriptors, it has the dtype, the block shape and the layout, from which Triton makes the descriptor's text, or a list that
-stands for all three. For other arguments, it has Triton's own descriptions.
+stands for all three. For other arguments except None and floats, it has Triton's own descriptions.
 """
 
 import copy
@@ -135,9 +135,10 @@ class _Launcher:
         return tuple(key)
 
     def _divide(self, kinds: tuple[type, ...]) -> tuple[list[bool], list[bool], list[tuple]]:
-        """Return which arguments of these types are descriptors, which are not, and the columns of the latter's rules."""
+        """Return which arguments of these types are descriptors, which need Triton's descriptions, and the columns of the rules
+        for the latter. The type alone describes None and floats."""
         described = [kind in _DESCRIPTORS for kind in kinds]
-        others = [not each for each in described]
+        others = [kind not in (*_DESCRIPTORS, type(None), float) for kind in kinds]
         return described, others, [*zip(*itertools.compress(self.rules, others), strict=True)]
 
 

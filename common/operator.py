@@ -32,6 +32,7 @@ OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
+_PLAIN = {Tensor, torch.nn.Parameter}
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
 
 
@@ -59,14 +60,14 @@ def _unwatched(*tensors: Tensor) -> bool:
         or torch._C._functorch.peek_interpreter_stack()
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
     ):
         return False
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    for tensor in tensors:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_neg() or is_wrapped(tensor):
-            return False
-    return True
+    return (  # loops in C
+        _PLAIN.issuperset(map(type, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    )
 
 
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
@@ -274,7 +275,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         return empty_rows(q), empty_rows(k), empty_rows(v)
 
     def check(inputs):
-        if any(length is not None for length in inputs[6:]):  # PyTorch may leave out lengths that are None
+        if len(inputs) > 6 and inputs[6] is not None:  # PyTorch may leave out lengths that are None
             raise NotImplementedError(OF_CACHE)
 
     forward_op, short_cut = _differentiable(

@@ -13,6 +13,7 @@ Triton 3.6 and 3.7 load a kernel's binary, and parse its source, in ways that ar
 a recording run one at a time. They find compiled kernels in tables (`common.launching`), except while they are recorded.
 """
 
+import collections
 import contextvars
 import functools
 import itertools
@@ -307,7 +308,7 @@ class Recorded:
     """
 
     def __init__(self, function: Callable):
-        self.function, self.replays = function, {}
+        self.function, self.replays = function, collections.OrderedDict()  # a dict finds its oldest entry slowly
 
     def __call__(self, *tensors, causal, scale, diagonal=0, **lengths):
         options = {"causal": causal, "scale": scale, "diagonal": diagonal, **lengths}
@@ -330,7 +331,7 @@ class Recorded:
             if replay is None or replay is _UNREPEATABLE:
                 self.replays.setdefault(kind, _CALLED)
                 if len(self.replays) > MOST_KINDS:
-                    del self.replays[next(iter(self.replays))]
+                    self.replays.popitem(last=False)
                 return with_tables(self.function, *tensors, **options)
             given = [tensor.detach() for tensor in given]  # new objects, because a tensor passed twice needs two numbers
             others = iter(given[len(tensors) :])

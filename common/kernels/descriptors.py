@@ -9,7 +9,7 @@ from common.launching import block_of_one_kind
 from common.layout import ALIGNMENT, used_strides
 from common.runtime import give_context
 
-_checked = {}  # (class, block shape, dtype) -> the fields of a descriptor that depend on nothing else
+_checked = {}  # (class, block shape, dtype) -> a descriptor's block shape and layout, which depend on nothing else
 
 
 def aligned_strides(tensor: Tensor) -> list[int]:
@@ -32,11 +32,14 @@ def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
         assert math.gcd(*steps) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
     constant = _checked.get(key := (kind, block, tensor.dtype))
     if constant is None:
-        constant = {"block_shape": block_of_one_kind(block)} | ({"layout": layout(block, tensor.dtype)} if layout else {})
-        kind(tensor, [*tensor.shape], strides, **constant)
+        constant = [block_of_one_kind(block)] + ([layout(block, tensor.dtype)] if layout else [])
+        kind(tensor, [*tensor.shape], strides, *constant)
         _checked[key] = constant
     descriptor = kind.__new__(kind)  # its other fields have defaults, which are attributes of the class
-    descriptor.__dict__ = {"base": tensor, "shape": [*tensor.shape], "strides": strides, **constant}
+    descriptor.base, descriptor.shape, descriptor.strides = tensor, [*tensor.shape], strides
+    descriptor.block_shape, *others = constant
+    if others:
+        (descriptor.layout,) = others
     return descriptor
 
 

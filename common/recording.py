@@ -280,8 +280,14 @@ def is_watched() -> bool:
     return bool(hooked or compiles_otherwise)
 
 
-def _kind(tensor):
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
+def _kind(tensors, *others) -> tuple:
+    """Return a key for a call's kind. It has no tuples inside: the garbage collector goes through each tuple that is kept."""
+    kind = [*others]
+    for tensor in tensors:
+        kind += tensor.shape
+        kind += tensor.stride()
+        kind += tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT  # a dtype is no number, so it ends the strides
+    return tuple(kind)
 
 
 @functools.cache
@@ -320,9 +326,10 @@ class Recorded:
             with _alone:
                 return self.function(*tensors, **options)
         device = driver.get_current_device()
-        of_options = causal, type(scale), scale or str(scale), diagonal, *lengths  # zero as text, because 0.0 equals -0.0
         given = (*tensors, *itertools.chain(*lengths.values())) if lengths else tensors
-        kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, given))
+        settings = driver, device, torch.are_deterministic_algorithms_enabled()
+        number = type(scale), scale or str(scale)  # zero as text, because 0.0 equals -0.0
+        kind = _kind(given, *settings, causal, *number, diagonal, *lengths)
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
             give_context(tensors[0])

@@ -468,6 +468,7 @@ for seq_q in range(1, 20):
         tensors = problem(seq_q=seq_q)
         results = forward(*tensors, **OPTIONS)
 assert len(forward.recorded.replays) == 5
+assert not any(isinstance(each, tuple) for kind in forward.recorded.replays for each in kind)  # they would delay the collector
 watched = [weakref.ref(each) for each in (*tensors, *results)]
 del tensors, results
 launches.clear()

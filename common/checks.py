@@ -70,26 +70,27 @@ def _checked_shapes(q, k, v, dimensions: str, of_keys: str | None = None) -> lis
     Raise as `check_inputs` does.
     This checks each tensor by itself, and leaves out how the shapes depend on each other.
     """
-    shapes = []
-    of_keys = of_keys or dimensions
+    shapes, of_keys = [], of_keys or dimensions
     for name, tensor, needed in (("q", q, dimensions), ("k", k, of_keys), ("v", v, of_keys)):
         _check_dense(name, tensor)
-        shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
+        shape = tuple(tensor.shape)
         if len(shape) != (number := needed.count(",") + 1):
             raise ValueError(f"{name} must have {number} dimensions {needed}, got {len(shape)}")
-        if dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {dtype}")
-        if dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {dtype}")
-        if device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {device}")
-        # On a machine without a GPU, a stage without kernels runs on the CPU.
-        if device.type != DEVICE and (device.type != "cpu" or torch.cuda.is_available()):
-            why = "kernels run on the CPU, through Triton's interpreter" if INTERPRETED else "a GPU is in use"
-            raise ValueError(f"{name} must be on a {DEVICE} device ({why}), got {device}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         if 0 in shape:
             raise ValueError(f"{name} must not have a dimension of 0, got {shape}")
         shapes.append(shape)
+    if not q.dtype == k.dtype == v.dtype:
+        name, other = ("k", k) if k.dtype != q.dtype else ("v", v)
+        raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {other.dtype}")
+    if not (device := q.device) == k.device == v.device:
+        name, other = ("k", k) if k.device != device else ("v", v)
+        raise ValueError(f"{name} must be on the device of q, {device}, got {other.device}")
+    # On a machine without a GPU, a stage without kernels runs on the CPU.
+    if device.type != DEVICE and (device.type != "cpu" or torch.cuda.is_available()):
+        why = "kernels run on the CPU, through Triton's interpreter" if INTERPRETED else "a GPU is in use"
+        raise ValueError(f"q must be on a {DEVICE} device ({why}), got {device}")
     of_q, _, of_v = shapes
     for name, head_dim in (("head_dim, the last dimension of q and k,", of_q[-1]), ("the last dimension of v", of_v[-1])):
         if head_dim not in HEAD_DIMS:

@@ -34,6 +34,7 @@ OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
 PAGE_TABLE = 7  # number of the argument `page_table` of the operator of a forward
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
+_PLAIN = {Tensor, torch.nn.Parameter}
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
 
 
@@ -54,19 +55,20 @@ def _unwatched(*tensors: Tensor) -> bool:
     If so, no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
     belongs to a transform or has PyTorch's negative bit.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack()
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
-        or torch.jit.is_tracing()
-    ) and all(
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and not tensor.is_neg()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        for tensor in tensors
+        or torch._C._is_tracing()
+    ):
+        return False
+    return (  # loops in C
+        _PLAIN.issuperset(map(type, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
     )
 
 
@@ -282,7 +284,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         return empty_rows(q), empty_rows(k), empty_rows(v)
 
     def check(inputs):
-        if any(length is not None for length in inputs[6:]):  # PyTorch may leave out lengths that are None
+        if len(inputs) > 6 and inputs[6] is not None:  # PyTorch may leave out lengths that are None
             raise NotImplementedError(OF_CACHE)
 
     forward_op, short_cut = _differentiable(

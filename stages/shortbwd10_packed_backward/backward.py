@@ -17,7 +17,6 @@ computes dQ from their dS.
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -45,7 +44,7 @@ from common.kernels.hopper import (
     widened,
 )
 from common.kernels.packed import by_first_token
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
@@ -383,8 +382,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0, starts=N
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
     as_tile, as_rows, of_starts, listed = describe_tile, describe, (None, None), None
-    head_tiles = triton.cdiv(seq_q, block_m)
-    key_tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
+    head_tiles = cdiv(seq_q, block_m)
+    key_tiles = cdiv(seq_k, 128) * batch * kv_heads
     if starts:
         as_tile, as_rows, of_starts = *map(by_first_token, (as_tile, as_rows)), (starts.queries, len(starts.queries) - 1)
         listed, key_tiles, head_tiles = list_tiles(starts, q, k, block_m)

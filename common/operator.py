@@ -32,7 +32,7 @@ NO_GRADIENTS = "{} has no gradients, but q, k or v requires gradients; call {} u
 OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
-PAGE_TABLE = 7  # number of the argument `page_table` of the operator of a forward
+PAGE_TABLE = 7  # number of a forward's argument `page_table`; a backward has a float there
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
 _PLAIN = {Tensor, torch.nn.Parameter}
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
@@ -116,7 +116,7 @@ def _under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tupl
     """Call an operator under `torch.vmap`: fold the mapped dimension into the batch dimension."""
     size = info.batch_size
     mapped = [_mapped(one, dim, size) if isinstance(one, Tensor) else one for one, dim in zip(inputs, in_dims, strict=False)]
-    if len(mapped) > PAGE_TABLE and mapped[PAGE_TABLE] is not None:  # each element of the mapped dimension has pages of its own
+    if len(mapped) > PAGE_TABLE and isinstance(mapped[PAGE_TABLE], Tensor):  # each element has pages of its own
         pages, table = mapped[1].shape[1], mapped[PAGE_TABLE]
         first = pages * torch.arange(size, dtype=torch.int32, device=table.device)[:, None, None]
         mapped[PAGE_TABLE] = torch.where((table >= 0) & (table < pages), table + first, -1)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stages
 from common import recording
 from common.checks import BOTTOM_RIGHT
+from common.entry import Lengths
 from common.interpreter import schedule
 from common.measure.counter import count
 from common.measure.reference import assert_correct, plain, truth
@@ -162,11 +163,16 @@ def test_what_is_read_depends_on_the_lengths(taking):
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has more SMs than this problem has tiles")
 @pytest.mark.parametrize("seq_q", [1, 20])
 def test_ctas_with_short_sequences_take_more_tiles(taking, seq_q):
-    """With more tiles than SMs, a counter balances sequences of different lengths."""
-    if plan := names_in(taking.__name__.removeprefix("stages.")).get("plan"):  # other stages have no counter
-        shape = len(EDGES), 8, 8, seq_q, CAPACITY, 0, 64, 64, 3
-        assert plan(*shape, uneven=True).counted and not plan(*shape).counted
-        assert not plan(*shape[:-1], 10_000, uneven=True).counted
+    """With more tiles than SMs, a counter balances sequences of different lengths. It costs a launch, to set it to 0."""
+
+    def is_counted(programs):
+        tensors, lengths = cache(seq_q, EDGES[:2], heads=2, kv_heads=2), Lengths(on_device(EDGES[:2]))
+        with interpreted_as(Device(num_sms=programs)):
+            counted = count(lambda: taking.forward(*tensors, causal=True, scale=SCALE, lengths=lengths))
+        return any(launch.name == "aten.new_zeros" for launch in counted.launches)
+
+    counting = "NextTiles" in names_in(taking.__name__.removeprefix("stages."))  # other stages have no counter
+    assert (is_counted(3), is_counted(10_000)) == (counting, False)
     with interpreted_as(Device(num_sms=3)):
         check(taking, *cache(seq_q, EDGES, heads=2, kv_heads=2), EDGES)
 

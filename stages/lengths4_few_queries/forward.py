@@ -128,14 +128,14 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
 
 
 @gluon.jit
-def _store_out(out, tensors, problem, tile, start_m, part, PACKED: gl.constexpr):
-    """Store a consumer's rows of O, or of the split that begins at row `part`."""
+def _store_out(out, tensors, problem, tile, start_m, row, PACKED: gl.constexpr):
+    """Store a consumer's rows: to O if keys are not split, or to the part that begins at `row`."""
     if tensors.part is None:
         store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m // PACKED, out.to(tensors.k.dtype))
     else:
         offs_m = start_m + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
         offs_d = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
-        part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * out.shape[1] + offs_d[None, :]
+        part_ptrs = tensors.part + (row + _place(offs_m, problem, PACKED))[:, None] * out.shape[1] + offs_d[None, :]
         gl.store(part_ptrs, out, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
 
 
@@ -190,8 +190,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
 
         # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile:
         # the whole row sums (in `_accumulate`), and from them LSE and 1 / l.
-        part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
-        lse_ptrs = tensors.lse + part + _place(offs_m, problem, PACKED)
+        row = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
+        lse_ptrs = tensors.lse + row + _place(offs_m, problem, PACKED)
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
         gl.store(lse_ptrs, lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = per_row(1.0 / l, acc_layout)
@@ -202,7 +202,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         signal(ring.empty, fill)
         fill += 1
         out = gl.where(idle, 0.0, acc * normalize)
-        _store_out(out, tensors, problem, tile, start_m, part, PACKED)
+        _store_out(out, tensors, problem, tile, start_m, row, PACKED)
         turn += 1
 
 
@@ -319,7 +319,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
     tiles = batch * heads // packed
     splits = splits_of(tiles, cdiv(seq_k, BLOCK_N), packed * seq_q, BLOCK_N, head_dim + value_dim, num_sms())
     programs = min(tiles * splits, num_sms())
-    # Without second tiles, a counter gives no CTA less work.
+    # Sequences with few keys leave a CTA time for more tiles.
     counter = lse.new_zeros(1, dtype=torch.int32) if tiles * splits > programs else None
     copied, describe_keys = BLOCK_N, describe_tile  # keys that a TMA copy loads
     if table is not None:

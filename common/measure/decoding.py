@@ -130,7 +130,8 @@ def table(records: list[dict]) -> str:
         row = [record["batch"], f"{record['heads']}/{record['kv_heads']}", record["capacity"], own["graph"]]
         row += [f"{record['copy_us'] / own['graph']:.2f}", *(f"{other['graph'] / own['graph']:.2f}" for other in others)]
         row.append(f"{own['different'] / own['equal']:.2f}")
-        row += [f"{own[f'pages of {page}'] / own['graph']:.2f}" for page in PAGES]
+        paged = [key for key in own if key.startswith("pages") and key in others[0]]
+        row += [f"{others[0][key] / own[key]:.2f}" for key in paged]
         rows.append([*row, own["alone"], own["host"], *(other["host"] for other in others)])
     headers = [
         "B",
@@ -140,7 +141,7 @@ def table(records: list[dict]) -> str:
         "of copy rate",
         *(f"× {name}" for name in names[1:]),
         "different / equal",
-        *(f"pages of {page}, ×" for page in PAGES),
+        *(f"{key}, × {names[1]}" for key in paged),
     ]
     return tabulate(rows, [*headers, "no graph, µs", *(f"host, {name}" for name in names)], disable_numparse=True)
 

@@ -1,4 +1,4 @@
-"""Even shares: CTAs take equally many key tiles, across heads and sequences."""
+"""Even shares: each CTA takes equally many key tiles, across sequences."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -246,15 +246,15 @@ def takes(q, keys, packed, masked) -> bool:
     """Return whether the kernel takes a batch: if a tile holds all queries of a sequence, and shares matter."""
     batch, heads, seq_q, _ = q.shape
     before = ROWS.value // packed - 1 if masked else 0  # the most positions before query 0
-    places = batch * heads // packed * (cdiv(keys, BLOCK_N) + SETUP.value)  # int32 in the kernel
+    places = batch * heads // packed * (cdiv(keys, BLOCK_N) + SETUP.value)  # sums of them are int32 in the kernel
     one_tile = (seq_q + before) * packed <= BLOCK_M.value
-    return 1 < batch <= MOST_SEQUENCES and one_tile and places < 2**31 and q.dtype != torch.float32
+    return 1 < batch <= MOST_SEQUENCES and one_tile and places < 2**30 and q.dtype != torch.float32
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to lengths3 without lengths, for a single sequence, and for more queries than a tile holds.
+    Falls back to lengths3 without lengths, for a single sequence or more than 1024, and for more queries than a tile holds.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.

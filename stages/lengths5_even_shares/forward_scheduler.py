@@ -29,10 +29,10 @@ class Problem(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A CTA's part of the list of all key tiles: first those of the first sequence's first head, after SETUP empty places."""
+    """A CTA's part of the list of all heads' places. Each head has SETUP empty places, then a place for each key tile."""
 
     size: tl.tensor  # number of places
-    start: tl.tensor  # the first place that has a key tile
+    start: tl.tensor  # the first place that has a key tile; without one, `end` or a later place
     end: tl.tensor
     batch: tl.tensor  # the sequence at `start`
     first: tl.tensor  # where this sequence begins in the list
@@ -122,7 +122,7 @@ def _tile(place, batch, first, share, problem, BLOCK_N: tl.constexpr, PACKED: tl
 
 @triton.jit
 def _after(place, batch, first, tile):
-    """Return the place of the key tile that follows a tile in the list, its sequence, and where that begins."""
+    """Return the place of the next key tile in the list, its sequence, and where that begins. There may be none."""
     place += tile.key_tiles
     batch, first = tl.where(place == tile.end, batch + 1, batch), tl.where(place == tile.end, tile.end, first)
     return tl.where(tile.start + tile.key_tiles == tile.of_head, place + SETUP, place), batch, first
@@ -136,7 +136,7 @@ def _add(a, b):
 
 @gluon.jit
 def _share(problem, BLOCK_N: gl.constexpr, SEQUENCES: gl.constexpr):
-    """Return this CTA's share. All shares have equally many places, except the last ones."""
+    """Return this CTA's share. All shares have equally many places, except the last ones, which have fewer or none."""
     in_warp: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [4], [0])  # each warp has all, so warps need not meet
     number = gl.arange(0, SEQUENCES, in_warp)
     keys = gl.load(problem.lengths + number, mask=number < problem.batch, other=0)

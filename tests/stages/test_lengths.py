@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stages
 from common import recording
 from common.checks import BOTTOM_RIGHT
+from common.entry import Lengths
 from common.interpreter import schedule
 from common.measure.counter import count
 from common.measure.reference import assert_correct, plain, truth
@@ -129,11 +130,21 @@ def test_a_full_cache_is_like_no_lengths(taking, seq_q, causal):
         assert_right(out, lse, q, k, v, [CAPACITY] * 2, causal)
 
 
-def test_queries_that_see_no_key_are_zero_beside_infinite_values(taking):
-    q, k, v = cache(70, [3, 100], heads=2, kv_heads=1)
+@pytest.mark.parametrize("seq_q", [30, 70])
+def test_queries_that_see_no_key_are_zero_beside_infinite_values(taking, seq_q):
+    q, k, v = cache(seq_q, [3, 100], heads=2, kv_heads=1)
     v[:, :, 1] = torch.inf
     out = taking.attention(q, k, v, causal=True, cache_seqlens=on_device([3, 100]))
-    assert (out[0, :, :67] == 0).all() and out[0, :, 69].isinf().all()
+    assert (out[0, :, : seq_q - 3] == 0).all() and out[0, :, seq_q - 1].isinf().all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has its own number of SMs")
+@pytest.mark.parametrize("num_sms", [7, 24, 132])
+def test_a_head_of_many_ctas_is_right_beside_short_ones(taking, num_sms):
+    """Even shares of a list: 24 CTAs make 12 parts of the longest head, and 132 CTAs have shares of 1 or 2 key tiles."""
+    lengths = [2000] + [3] * 7 if num_sms == 24 else [1000, 0, 63, 64, 65, 129]
+    with interpreted_as(Device(num_sms=num_sms)):
+        check(taking, *cache(2, lengths, capacity=2000, heads=2, kv_heads=1), lengths)
 
 
 def keys_read(stage, seq_q, lengths):
@@ -162,11 +173,16 @@ def test_what_is_read_depends_on_the_lengths(taking):
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has more SMs than this problem has tiles")
 @pytest.mark.parametrize("seq_q", [1, 20])
 def test_ctas_with_short_sequences_take_more_tiles(taking, seq_q):
-    """With more tiles than SMs, a counter balances sequences of different lengths."""
-    if plan := names_in(taking.__name__.removeprefix("stages.")).get("plan"):  # other stages have no counter
-        shape = len(EDGES), 8, 8, seq_q, CAPACITY, 0, 64, 64, 3
-        assert plan(*shape, uneven=True).counted and not plan(*shape).counted
-        assert not plan(*shape[:-1], 10_000, uneven=True).counted
+    """With more tiles than SMs, a counter balances sequences of different lengths. It costs a launch, to set it to 0."""
+
+    def is_counted(programs):
+        tensors, lengths = cache(seq_q, EDGES[:2], heads=2, kv_heads=2), Lengths(on_device(EDGES[:2]))
+        with interpreted_as(Device(num_sms=programs)):
+            counted = count(lambda: taking.forward(*tensors, causal=True, scale=SCALE, lengths=lengths))
+        return any(launch.name == "aten.new_zeros" for launch in counted.launches)
+
+    counting = "NextTiles" in names_in(taking.__name__.removeprefix("stages."))  # other stages have no counter
+    assert (is_counted(3), is_counted(10_000)) == (counting, False)
     with interpreted_as(Device(num_sms=3)):
         check(taking, *cache(seq_q, EDGES, heads=2, kv_heads=2), EDGES)
 

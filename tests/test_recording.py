@@ -5,7 +5,7 @@ Stand-ins replace the driver and the compiler. Each test starts a new process, b
 
 import programs
 import pytest
-from cases import LONG, in_full, taking_lengths, taking_pages
+from cases import LONG, in_full, taking_lengths, taking_pages, usual
 
 import stages
 
@@ -410,7 +410,7 @@ except RuntimeError as error:
     )
 
 
-@pytest.mark.parametrize("stage", taking_lengths("starts"))
+@pytest.mark.parametrize("stage", usual(taking_lengths("starts")))
 def test_a_replay_takes_the_starts_of_its_call(stage):
     """A replay passes the addresses of the starts on, also where one tensor is both."""
     run(
@@ -432,7 +432,7 @@ for call in range(8):
     )
 
 
-@pytest.mark.parametrize("stage", taking_lengths())
+@pytest.mark.parametrize("stage", usual(taking_lengths()))
 def test_a_replay_takes_the_lengths_of_its_call(stage):
     """A replay passes the address of the lengths on, and not the lengths of the recorded call."""
     run(
@@ -453,7 +453,7 @@ for call in range(8):
     )
 
 
-@pytest.mark.parametrize("stage", taking_pages())
+@pytest.mark.parametrize("stage", usual(taking_pages()))
 def test_a_replay_takes_the_table_of_its_call(stage):
     """A replay passes the address of the table on. Calls with a table and calls without one are of different kinds."""
     run(

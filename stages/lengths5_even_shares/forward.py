@@ -28,7 +28,7 @@ from stages.lengths3_pages.forward import forward as forward_of_lengths3
 
 from .forward_load import _load
 from .forward_merge import merge
-from .forward_scheduler import SETUP, Problem, _after, _key_tiles, _place, _row, _share, _tile
+from .forward_scheduler import SETUP, Problem, _after, _key_tiles, _own_share, _place, _row, _tile
 from .forward_softmax import _accumulate, _scores
 
 BLOCK_M = gl.constexpr(128)  # query rows of a tile, for two consumers
@@ -216,7 +216,7 @@ def _forward_kernel(
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr)
     problem = Problem(batch, heads, heads_per_kv, seq_q, seq_k, scale, lengths_ptr, table_ptr)
-    share = _share(problem, BLOCK_N, SEQUENCES)
+    share = _own_share(problem, BLOCK_N, SEQUENCES)
     queries = Queries(q_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are

@@ -135,7 +135,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _share(problem, BLOCK_N: gl.constexpr, SEQUENCES: gl.constexpr):
+def _own_share(problem, BLOCK_N: gl.constexpr, SEQUENCES: gl.constexpr):
     """Return this CTA's share. All shares have equally many places, except the last ones, which have fewer or none."""
     in_warp: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [4], [0])  # each warp has all, so warps need not meet
     number = gl.arange(0, SEQUENCES, in_warp)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import LONG, available, make_inputs, names_in, once, set_names, taking_lengths
+from cases import LONG, available, make_inputs, names_in, once, set_names, taking_lengths, usual
 from problems import Layout
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,7 @@ SCALE = 0.2
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=once(list(filter(stages.track, taking_lengths())), "forward"))
+@pytest.fixture(params=usual(once(list(filter(stages.track, taking_lengths())), "forward")))
 def taking(request):
     """A stage that takes lengths."""
     return available(request.param)

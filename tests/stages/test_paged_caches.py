@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from cases import LONG, available, make_inputs, set_names, taking_pages
+from cases import LONG, available, make_inputs, set_names, taking_pages, usual
 from test_lengths import SCALE, Unread, assert_right, on_device
 from torch.func import vmap
 
@@ -17,7 +17,7 @@ from common.runtime import DEVICE, INTERPRETED
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=list(filter(stages.track, taking_pages())))
+@pytest.fixture(params=usual(list(filter(stages.track, taking_pages()))))
 def taking(request):
     """A stage that takes caches in pages."""
     return available(request.param)

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference stale ceilings energy traffic compare readme table plots trace site story diff stage export carry drift example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference stale ceilings energy traffic compare readme table plots trace site story diff stage export carry drift example example-ring example-generate example-packed lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -18,7 +18,7 @@ export TRITON_INTERPRET := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && ec
 endif
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "make first installs requirements.txt in .venv. With PYTHON=python3, it uses python3 and installs nothing."
 
 # Targets that need a variable depend on this. So `make diff` asks for A and B before it installs anything.
@@ -155,6 +155,12 @@ example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, and 
 
 example-ring: $(SETUP_EXAMPLE)  ## train a small Llama on GPUS=4 GPUs that share each sequence (default 2), and one on one GPU: make example-ring STAGE=v5
 	$(PYTHON) -m examples.long_llama $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+example-generate: $(SETUP_EXAMPLE)  ## generate text in one batch with a K/V cache, and each sequence alone with SDPA
+	$(PYTHON) -m examples.generate $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+example-packed: $(SETUP_EXAMPLE)  ## train a small Llama on packed sequences, and one on the padded batch with SDPA
+	$(PYTHON) -m examples.packed $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .

@@ -11,6 +11,7 @@ from common.runtime import DEVICE, INTERPRETED
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless the scale is 0
+SMALLEST_PAGE = 16  # a page holds a power of two of keys, at least this many
 BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this text
 
 
@@ -63,30 +64,33 @@ def _check_dense(name: str, tensor):
         raise TypeError(f"{name} must be a dense tensor (layout torch.strided), got {got}")
 
 
-def _checked_shapes(q, k, v, dimensions: str) -> list[tuple]:
-    """Return the shapes of q, k and v, which must have these `dimensions`. Raise as `check_inputs` does.
+def _checked_shapes(q, k, v, dimensions: str, of_keys: str | None = None) -> list[tuple]:
+    """Return the shapes of q, k and v, which must have these `dimensions`, or k and v those `of_keys`.
 
+    Raise as `check_inputs` does.
     This checks each tensor by itself, and leaves out how the shapes depend on each other.
     """
-    shapes = []
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    shapes, of_keys = [], of_keys or dimensions
+    for name, tensor, needed in (("q", q, dimensions), ("k", k, of_keys), ("v", v, of_keys)):
         _check_dense(name, tensor)
-        shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
-        if len(shape) != (number := dimensions.count(",") + 1):
-            raise ValueError(f"{name} must have {number} dimensions {dimensions}, got {len(shape)}")
-        if dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {dtype}")
-        if dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {dtype}")
-        if device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {device}")
-        # On a machine without a GPU, a stage without kernels runs on the CPU.
-        if device.type != DEVICE and (device.type != "cpu" or torch.cuda.is_available()):
-            why = "kernels run on the CPU, through Triton's interpreter" if INTERPRETED else "a GPU is in use"
-            raise ValueError(f"{name} must be on a {DEVICE} device ({why}), got {device}")
+        shape = tuple(tensor.shape)
+        if len(shape) != (number := needed.count(",") + 1):
+            raise ValueError(f"{name} must have {number} dimensions {needed}, got {len(shape)}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
         if 0 in shape:
             raise ValueError(f"{name} must not have a dimension of 0, got {shape}")
         shapes.append(shape)
+    if not q.dtype == k.dtype == v.dtype:
+        name, other = ("k", k) if k.dtype != q.dtype else ("v", v)
+        raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {other.dtype}")
+    if not (device := q.device) == k.device == v.device:
+        name, other = ("k", k) if k.device != device else ("v", v)
+        raise ValueError(f"{name} must be on the device of q, {device}, got {other.device}")
+    # On a machine without a GPU, a stage without kernels runs on the CPU.
+    if device.type != DEVICE and (device.type != "cpu" or torch.cuda.is_available()):
+        why = "kernels run on the CPU, through Triton's interpreter" if INTERPRETED else "a GPU is in use"
+        raise ValueError(f"q must be on a {DEVICE} device ({why}), got {device}")
     of_q, _, of_v = shapes
     for name, head_dim in (("head_dim, the last dimension of q and k,", of_q[-1]), ("the last dimension of v", of_v[-1])):
         if head_dim not in HEAD_DIMS:
@@ -128,6 +132,24 @@ def check_cache_seqlens(cache_seqlens, q):
     if tuple(cache_seqlens.shape) != (q.shape[0],):
         needed = f"({q.shape[0]},), one length for each sequence of q"
         raise ValueError(f"cache_seqlens must have the shape {needed}, got {tuple(cache_seqlens.shape)}")
+
+
+def check_paged(q, k, v, page_table):
+    """Raise ValueError or TypeError for wrong inputs of a cache in pages, as `check_inputs` does. No values are read."""
+    of_pages = "[pages, page_size, kv_heads, head_dim]"
+    of_q, of_k, of_v = _checked_shapes(q, k, v, "[batch, heads, sequence, head_dim]", of_pages)
+    if of_k[3] != of_q[3]:
+        raise ValueError(f"with page_table, k must be {of_pages} with the head_dim of q: q {of_q}, k {of_k}")
+    if of_v[:3] != of_k[:3]:
+        raise ValueError(f"v must have k's pages, page size and heads {of_k[:3]}, got {of_v[:3]}")
+    _check_groups(of_q[1], of_k[2])
+    if of_k[1] < SMALLEST_PAGE or of_k[1] & (of_k[1] - 1):
+        needed = f"a power of two and at least {SMALLEST_PAGE}"
+        raise ValueError(f"page_size, the second dimension of k and v, must be {needed}, got {of_k[1]}")
+    _check_int32("page_table", page_table, q)
+    if page_table.dim() != 2 or page_table.shape[0] != of_q[0] or page_table.shape[1] < 1:
+        needed = f"({of_q[0]}, pages of a sequence), with a row for each sequence of q"
+        raise ValueError(f"page_table must have the shape {needed}, got {tuple(page_table.shape)}")
 
 
 def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k):

@@ -16,6 +16,9 @@ class Lengths(NamedTuple):
     """Lengths of the sequences of a batch, as tensors on the device. The host never reads them."""
 
     keys: Tensor  # [B], int32, contiguous: the number of keys of each sequence, at the start of the sequence's part of k and v
+    # None, or the numbers of each sequence's pages, [B, N], int32, contiguous. k is then [pages, Hkv, page size, D]; v alike;
+    # Sk is N * page size. Pages wholly behind a sequence may have any number, and a stage never reads them.
+    pages: Tensor | None = None
 
 
 class Starts(NamedTuple):

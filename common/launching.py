@@ -5,15 +5,18 @@ Making the text is slow, most of all for TMA's descriptors. Here, each kernel ha
 have equal keys in the table, then Triton launches the same compiled kernel for both. The first launch of a key goes through
 Triton.
 
-A key has the values of the launch's constants and options, by name. For each of TMA's descriptors, it has the dtype, the block
-shape and the layout, from which Triton makes the descriptor's text. For other arguments, it has Triton's own descriptions.
+A key has the values of the launch's constants and options, by name, and the types of its arguments. For each of TMA's
+descriptors, it has the dtype, the block shape and the layout, from which Triton makes the descriptor's text, or a list that
+stands for all three. For other arguments except None and floats, it has Triton's own descriptions.
 """
 
+import copy
 import functools
 import inspect
+import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import triton
 from triton.compiler import CompiledKernel
@@ -23,7 +26,36 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_LAUNCHES = 1024  # a table forgets all launches when it has this many
+_DESCRIPTORS = (GluonDescriptor, TensorDescriptor)
+_blocks = {}  # lists that `block_of_one_kind` has returned, by id
 _FIXED = (type, type(None), bool, int, float, str)  # objects of these types cannot change in place
+
+
+def block_of_one_kind(block: Sequence[int]) -> list[int]:
+    """Return a list to be the block shape of all descriptors of one class, dtype and layout, and of no others.
+
+    Tables tell such descriptors apart by the list's identity, so nothing may change the list.
+    """
+    kept = [*block]
+    _blocks[id(kept)] = kept
+    return kept
+
+
+def bare(run: Callable) -> tuple[Callable, Callable | None, list[dict]]:
+    """Return a launcher that takes encoded descriptors, the function that encodes one, and the function's second argument for
+    each of the kernel's descriptors.
+
+    `run` is Triton's launcher. Return it and no function in three cases: the kernel has no descriptors, the GPU has no TMA, or
+    the launcher differs from the launcher of Triton 3.6 and 3.7.
+    """
+    encoding = getattr(run, "launch", None)
+    known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
+    tiles = known.nonlocals.get("tensordesc_meta") if known else None
+    if not tiles or None in tiles or "launcher" not in known.nonlocals or "make_tensordesc_arg" not in known.globals:
+        return run, None, []
+    without = copy.copy(run)
+    without.launch = known.nonlocals["launcher"]
+    return without, known.globals["make_tensordesc_arg"], tiles
 
 
 class _Thread(threading.local):
@@ -42,6 +74,7 @@ class _Launcher:
         self.first_constant = next((param.num for param in kernel.params if param.is_constexpr), len(kernel.params))
         # Beside the argument, Triton's description of an argument depends on these properties of the parameter.
         self.rules = [(p.is_const, not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in kernel.params]
+        self.divide = functools.lru_cache(maxsize=MOST_LAUNCHES)(self._divide)
 
     def __call__(self, *args, grid, warmup, **options):
         kernel, driver, key = self.kernel, triton.runtime.driver.active, None
@@ -54,25 +87,35 @@ class _Launcher:
         except TypeError:  # an option has no hash
             key = found = None
         if found:
-            binary, name, used, before, constants, _ = found
+            binary, name, run, encode, tiles, spaces, variables, before, constants, _ = found
             # If Triton's cache was emptied, Triton compiles again. If a global variable has changed, Triton fails.
-            if compiled.get(name) is binary and [space.get(variable) for space, variable in used] == before:
-                values = *args, *constants
-                x, y, z = (*(grid(dict(zip(kernel.arg_names, values, strict=True))) if callable(grid) else grid), 1, 1)[:3]
+            if compiled.get(name) is binary and [*map(dict.get, spaces, variables)] == before:
+                values = [*args, *constants]
+                if callable(grid):
+                    grid = grid(dict(zip(kernel.arg_names, values, strict=True)))
+                x, y, z = (*grid, 1, 1)[:3]
+                for at, tile in tiles:
+                    values[at : at + 1] = encode(args[at], tile)
                 of_kernel = binary.function, binary.packed_metadata, None, None, None  # no hooks
-                binary.run(x, y, z, driver.get_current_stream(device), *of_kernel, *values)
+                run(x, y, z, driver.get_current_stream(device), *of_kernel, *values)
                 return binary
         binary = type(kernel).run(kernel, *args, grid=grid, warmup=warmup, **options)
         if key and isinstance(binary, CompiledKernel):
             names = [name for name, each in compiled.items() if each is binary]
-            used = [(space, variable) for (variable, _), (_, space) in kernel.used_global_vals.items()]
-            values = [space.get(variable) for space, variable in used]
+            spaces = [space for _, space in kernel.used_global_vals.values()]
+            variables = [variable for variable, _ in kernel.used_global_vals]
+            values = [*map(dict.get, spaces, variables)]
             if names and all(isinstance(getattr(value, "value", value), _FIXED) for value in values):
                 if len(self.table) >= MOST_LAUNCHES:
                     self.table.clear()
                 constants = [*bind(*args, **options)[0].values()][len(args) :]
-                layouts = [getattr(arg, "layout", None) for arg in args]  # kept, so that their ids stay theirs
-                self.table[key] = binary, names[0], used, values, constants, layouts
+                run, encode, tiles = bare(binary.run)
+                described = [at for at, arg in enumerate(args) if isinstance(arg, _DESCRIPTORS)]
+                # The last descriptor is encoded first, because an encoded descriptor moves the arguments behind it.
+                tiles = [*zip(described, tiles, strict=True)][::-1] if encode else []
+                # Blocks and layouts are kept, so that their ids stay theirs.
+                kept = [(getattr(arg, "block_shape", None), getattr(arg, "layout", None)) for arg in args]
+                self.table[key] = binary, names[0], run, encode, tiles, spaces, variables, values, constants, kept
         return binary
 
     def _key(self, device: int, backend, args: tuple, options: dict) -> tuple | None:
@@ -80,15 +123,23 @@ class _Launcher:
         if len(args) > self.first_constant or not self.variables.isdisjoint(options):
             return None
         description = triton.runtime.jit.native_specialize_impl  # not at the top, because other versions may not have it
-        key = [device, (*options.items(),)]
-        for arg, rules in zip(args, self.rules, strict=False):
-            if (kind := type(arg)) is GluonDescriptor:
-                key += kind, arg.base.dtype, *arg.block_shape, id(arg.layout)  # the id, because hash(layout) is slow
-            elif kind is TensorDescriptor:
-                key += kind, arg.base.dtype, *arg.block_shape
+        kinds = (*map(type, args),)
+        described, others, rules = self.divide(kinds)
+        key = [device, kinds, (*options,), *options.values()]
+        key += map(description, itertools.repeat(backend), itertools.compress(args, others), *rules)
+        for arg in itertools.compress(args, described):
+            if (block := id(arg.block_shape)) in _blocks:
+                key.append(block)
             else:
-                key.append(description(backend, arg, *rules))
+                key += arg.base.dtype, *arg.block_shape, id(getattr(arg, "layout", None))  # the id: hash(layout) is slow
         return tuple(key)
+
+    def _divide(self, kinds: tuple[type, ...]) -> tuple[list[bool], list[bool], list[tuple]]:
+        """Return which arguments of these types are descriptors, which need Triton's descriptions, and the columns of the rules
+        for the latter. The type alone describes None and floats."""
+        described = [kind in _DESCRIPTORS for kind in kinds]
+        others = [kind not in (*_DESCRIPTORS, type(None), float) for kind in kinds]
+        return described, others, [*zip(*itertools.compress(self.rules, others), strict=True)]
 
 
 @functools.lru_cache(maxsize=512)

@@ -14,6 +14,7 @@ from common.checks import (
     check_cache_seqlens,
     check_inputs,
     check_packed,
+    check_paged,
     checked_causal,
     checked_flag,
     checked_scale,
@@ -30,7 +31,10 @@ OF_SDPA = {  # arguments of PyTorch's scaled_dot_product_attention that a user m
 NO_GRADIENTS = "{} has no gradients, but q, k or v requires gradients; call {} under torch.no_grad()"
 OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
+OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
+PAGE_TABLE = 7  # number of a forward's argument `page_table`; a backward has a float there
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
+_PLAIN = {Tensor, torch.nn.Parameter}
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
 
 
@@ -51,19 +55,20 @@ def _unwatched(*tensors: Tensor) -> bool:
     If so, no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
     belongs to a transform or has PyTorch's negative bit.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack()
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
-        or torch.jit.is_tracing()
-    ) and all(
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and not tensor.is_neg()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        for tensor in tensors
+        or torch._C._is_tracing()
+    ):
+        return False
+    return (  # loops in C
+        _PLAIN.issuperset(map(type, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
     )
 
 
@@ -110,11 +115,12 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
 def _under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple, tuple]:
     """Call an operator under `torch.vmap`: fold the mapped dimension into the batch dimension."""
     size = info.batch_size
-
-    def fold(one, dim):
-        return _mapped(one, dim, size).flatten(0, 1) if isinstance(one, Tensor) else one
-
-    results = operator(*map(fold, inputs, in_dims))
+    mapped = [_mapped(one, dim, size) if isinstance(one, Tensor) else one for one, dim in zip(inputs, in_dims, strict=False)]
+    if len(mapped) > PAGE_TABLE and isinstance(mapped[PAGE_TABLE], Tensor):  # each element has pages of its own
+        pages, table = mapped[1].shape[1], mapped[PAGE_TABLE]
+        first = pages * torch.arange(size, dtype=torch.int32, device=table.device)[:, None, None]
+        mapped[PAGE_TABLE] = torch.where((table >= 0) & (table < pages), table + first, -1)
+    results = operator(*(one.flatten(0, 1) if isinstance(one, Tensor) else one for one in mapped))
     return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
 
 
@@ -124,20 +130,29 @@ def _mapped(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _packed_under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple, tuple]:
-    """Call the operator of packed sequences under `torch.vmap`: let the packed batches follow each other.
+    """Call an operator of packed sequences under `torch.vmap`: let the packed batches follow each other.
 
-    Between two batches lies one more sequence, of the tokens that belong to no sequence of the first batch or of the second.
+    The tokens of no sequence become sequences of queries alone, and of keys alone, at both ends of each batch.
     """
-    size = info.batch_size
-    q, k, v, *starts = (_mapped(one, dim, size) for one, dim in zip(inputs[:5], in_dims, strict=False))
-    number = torch.arange(size, dtype=torch.int32, device=q.device)[:, None]
-    starts = [(each.clamp(0, of.shape[1]) + number * of.shape[1]).flatten() for each, of in zip(starts, (q, k), strict=True)]
-    out, lse = operator(*(one.flatten(0, 1) for one in (q, k, v)), *starts, *inputs[5:])
-    return (out.unflatten(0, (size, -1)), lse.unflatten(1, (size, -1))), (0, 1)
+    size, others = info.batch_size, [one for one in inputs if not isinstance(one, Tensor)]
+    mapped = [_mapped(one, dim, size) for one, dim in zip(inputs, in_dims, strict=False) if isinstance(one, Tensor)]
+    *tensors, starts_q, starts_k = mapped  # the first tensor has the tokens of q, and the third has those of k
+    tokens_q, tokens_k = tensors[0].shape[1], tensors[2].shape[1]
+    of_q, of_k = starts_q.clamp(0, tokens_q), starts_k.clamp(0, tokens_k)
+    zero, one = torch.zeros_like(of_q[:, :1]), torch.ones_like(of_q[:, :1])
+    of_q = torch.cat((zero, of_q[:, :1], of_q, one * tokens_q, one * tokens_q), 1)
+    of_k = torch.cat((zero, zero, of_k, of_k[:, -1:], one * tokens_k), 1)
+    number = torch.arange(size, dtype=torch.int32, device=of_q.device)[:, None]
+    starts = (of_q + number * tokens_q).flatten(), (of_k + number * tokens_k).flatten()
+    # All have their tokens first, except LSE, which is [size, H, tokens].
+    rows = (each.flatten(0, 1) if each.dim() == 4 else each.transpose(0, 1).flatten(1) for each in tensors)
+    results = operator(*rows, *starts, *others)
+    dims = tuple(0 if result.dim() == 3 else 1 for result in results)
+    return tuple(result.unflatten(dim, (size, -1)) for result, dim in zip(results, dims, strict=True)), dims
 
 
 def _register(
-    name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable, under_vmap=_under_vmap
+    name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable, under_vmap: Callable
 ) -> Callable:
     """Register a function as the PyTorch operator `kernel_evolution::{name}`, and return the operator.
 
@@ -163,6 +178,67 @@ def _register(
     return operator
 
 
+def _differentiable(
+    name: str, parts: tuple[str, str], tensors: int, run_forward: Callable, fake_forward: Callable, run_backward: Callable,
+    fake_backward: Callable, check: Callable, under_vmap: Callable,
+) -> tuple[Callable, Callable]:  # fmt: skip
+    """Register a stage's forward and backward as PyTorch operators. Return the forward's operator, and its short cut.
+
+    The short cut is the operator's autograd without PyTorch's dispatcher, which would take longer than the rest of the call.
+
+    Args:
+        parts: how the operators' names end.
+        tensors: the forward's first inputs are so many tensors: q, k and v, then starts. Then follow causal, scale, and others.
+            The backward takes grad_out, q, k, v, out, lse, and the forward's inputs after v.
+        check: raises an error for inputs of the forward that have no gradients.
+        run_forward, fake_forward, run_backward, fake_backward, under_vmap: as in `_register`.
+    """
+
+    def setup_context(ctx, inputs, output):
+        check(inputs)
+        ctx.options = inputs[tensors:][:3]  # causal, scale, and of batches the diagonal
+        ctx.save_for_backward(*inputs[:tensors], *output)
+        ctx.set_materialize_grads(False)  # do not make zero gradients for outputs that the loss does not use
+
+    def gradients(ctx, grad_out, grad_lse):
+        q, k, v, *starts, out, lse = saved = ctx.saved_tensors  # only once, because checkpointing computes them again
+        options = *starts, *ctx.options
+        if grad_out is None:
+            dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
+        else:
+            short = not torch.is_grad_enabled() and _unwatched(grad_out, *saved)
+            dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *options)
+        if grad_lse is not None:
+            # d lse / d s = P. So the gradient of lse adds scale * grad_lse * (P K) to dq, and scale * Pᵀ (grad_lse * q) to dk.
+            # P K is an attention output with K in the place of V. The addend of dk is the dV of a backward with
+            # scale * grad_lse * q as dO.
+            _, scale, *_ = ctx.options
+            weight = (scale * grad_lse)[..., None]
+            weight = weight.transpose(0, 1) if starts else weight
+            mean_key, _ = forward_op(q, k, k, *options)
+            addend = (weight * mean_key).to(dq.dtype)
+            dq = dq + (addend.masked_fill(weight == 0, 0) if starts else addend)  # mean_key may be NaN outside of sequences
+            dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
+        return dq, dk, dv, None, None, None, None, None
+
+    def refuse(ctx, *grads):
+        raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
+
+    class ShortCut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = run_forward(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradients)
+
+    of_forward, of_backward = (f"{name}_{part}" for part in parts)
+    forward_op = _register(of_forward, run_forward, fake_forward, gradients, setup_context, under_vmap)
+    backward_op = _register(of_backward, run_backward, fake_backward, refuse, lambda ctx, inputs, output: None, under_vmap)
+    return forward_op, ShortCut.apply
+
+
 def make_attention(package: str, forward: Callable, backward: Callable) -> Callable:
     """Register a stage's two functions as a differentiable PyTorch operator and return the function that users call.
 
@@ -174,22 +250,29 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`, or with another argument `lengths=None`, a `Lengths`.
             With lengths, `diagonal` is 0, and a causal mask is aligned to each length: the last query sees all keys. A forward
             that takes packed sequences has a third argument, `starts=None`, a `Starts`.
-        backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take tensors as
-            `common.entry` lays them out, and `causal` as a bool. If `causal` is True, query i sees key j only if
-            j <= i + diagonal. The diagonal is 0 or Sk - Sq, and never negative.
+        backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`, or with another argument
+            `starts=None`, if packed sequences have gradients. Both functions take tensors as `common.entry` lays them out, and
+            `causal` as a bool. If `causal` is True, query i sees key j only if j <= i + diagonal. The diagonal is 0 or Sk - Sq,
+            and never negative.
     """
     name = package.rpartition(".")[2]
     takes_lengths = "lengths" in inspect.signature(forward).parameters
-    sys.modules[package].attention_varlen = _make_varlen(package, forward)
+    takes_pages = getattr(sys.modules[package], "PAGES", False)
+    sys.modules[package].attention_varlen = _make_varlen(package, forward, backward)
     forward, backward = entry(forward), entry(backward)
 
     def run_forward(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int, cache_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        lengths = {} if cache_seqlens is None else {"lengths": Lengths(cache_seqlens.contiguous())}  # vmap may give any stride
-        return forward(q, k, v, causal=causal, scale=scale, diagonal=diagonal, **lengths)
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int,
+        cache_seqlens: Tensor | None = None, page_table: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+        if page_table is not None:
+            k, v, page_table = k.transpose(1, 2), v.transpose(1, 2), page_table.contiguous()
+        if cache_seqlens is not None:
+            options["lengths"] = Lengths(cache_seqlens.contiguous(), page_table)  # vmap may give any stride
+        return forward(q, k, v, **options)
 
-    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None):
+    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None, page_table=None):
         return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
@@ -200,50 +283,15 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale, diagonal):
         return empty_rows(q), empty_rows(k), empty_rows(v)
 
-    def setup_context(ctx, inputs, output):
-        q, k, v, causal, scale, diagonal, *lengths = inputs  # PyTorch may leave out lengths that are None
-        if any(length is not None for length in lengths):
+    def check(inputs):
+        if len(inputs) > 6 and inputs[6] is not None:  # PyTorch may leave out lengths that are None
             raise NotImplementedError(OF_CACHE)
-        ctx.options = causal, scale, diagonal
-        ctx.save_for_backward(q, k, v, *output)
-        ctx.set_materialize_grads(False)  # do not make zero gradients for outputs that the loss does not use
 
-    def gradients(ctx, grad_out, grad_lse):
-        q, k, v, out, lse = ctx.saved_tensors
-        if grad_out is None:
-            dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
-        else:
-            short = not torch.is_grad_enabled() and _unwatched(grad_out, q, k, v, out, lse)
-            dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
-        if grad_lse is not None:
-            # d lse / d s = P. So the gradient of lse adds scale * grad_lse * (P K) to dq, and scale * Pᵀ (grad_lse * q) to dk.
-            # P K is an attention output with K in the place of V. The addend of dk is the dV of a backward with
-            # scale * grad_lse * q as dO.
-            _, scale, _ = ctx.options
-            weight = (scale * grad_lse)[..., None]
-            mean_key, _ = forward_op(q, k, k, *ctx.options)
-            dq = dq + (weight * mean_key).to(dq.dtype)
-            dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *ctx.options)[2]
-        return dq, dk, dv, None, None, None, None
+    forward_op, short_cut = _differentiable(
+        name, ("forward", "backward"), 3, run_forward, fake_forward, run_backward, fake_backward, check, _under_vmap
+    )
 
-    def refuse(ctx, *grads):
-        raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
-
-    class ShortCut(torch.autograd.Function):
-        """The operator's autograd without PyTorch's dispatcher, which would take longer than the rest of the call."""
-
-        @staticmethod
-        def forward(ctx, *inputs):
-            output = run_forward(*inputs)
-            setup_context(ctx, inputs, output)
-            return output
-
-        backward = staticmethod(gradients)
-
-    forward_op = _register(f"{name}_forward", run_forward, fake_forward, gradients, setup_context)
-    backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, lambda ctx, inputs, output: None)
-
-    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, cache_seqlens=None, **others):
+    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, cache_seqlens=None, page_table=None, **others):
         """Compute exact attention, softmax(scale · q kᵀ) v. The result is differentiable in q, k and v.
 
         The gradients cannot be differentiated again. `grad`, `vjp`, `jacrev` and `vmap` of `torch.func` work. Under
@@ -269,6 +317,11 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
                 hides key j from query i if j > i + cache_seqlens[b] - Sq. A query that sees no key gets zeros, and -inf as its
                 log-sum-exp. Later keys are never read. The host never reads the lengths. Lengths below 0 count as 0, and
                 lengths above Sk as Sk.
+            page_table: None, or where a cache in pages has each sequence's keys, [B, N], int32, on the device of q. Then k is
+                [pages, page_size, Hkv, D] and v is [pages, page_size, Hkv, Dv]. The page_size is a power of two, at least 16,
+                and Sk is N * page_size. Page number page_table[b, n] has the keys n * page_size to (n + 1) * page_size - 1 of
+                sequence b. Sequences may share pages. The numbers of pages wholly behind a sequence may be anything. Any other
+                number that no page has counts as a page of zeros. The host never reads the table.
 
         Returns:
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.
@@ -276,14 +329,22 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         Raises:
             TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested; or there are `others`, such as
                 SDPA's `attn_mask`.
-            ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid.
+            ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid; or
+                `cache_seqlens` are missing beside a `page_table`.
             NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`); or there are
-                `cache_seqlens`, and the stage takes none, or an input requires gradients.
+                `cache_seqlens` or a `page_table`, and the stage takes none, or an input requires gradients.
         """
         for other in others:
             raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
         q, k, v = autocast(q, k, v)
-        check_inputs(q, k, v)
+        if page_table is None:
+            check_inputs(q, k, v)
+        elif cache_seqlens is None:
+            raise ValueError("page_table needs cache_seqlens, the numbers of keys in the pages of each sequence")
+        elif not takes_pages:
+            raise NotImplementedError(f"{name} takes no page_table; the last stage of the track `lengths` does")
+        else:
+            check_paged(q, k, v, page_table)
         differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if cache_seqlens is not None:
             if not takes_lengths:
@@ -295,38 +356,63 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         causal, diagonal = checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
         return_lse = checked_flag("return_lse", return_lse)
         function = forward_op
-        if _unwatched(q, k, v, *(() if cache_seqlens is None else (cache_seqlens,))):
-            function = ShortCut.apply if differentiable else run_forward
-        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, cache_seqlens)
+        if _unwatched(q, k, v, *(each for each in (cache_seqlens, page_table) if each is not None)):
+            function = short_cut if differentiable else run_forward
+        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, cache_seqlens, page_table)
         return (out, lse) if return_lse else out
 
     attention.__module__, attention.__qualname__ = package, "attention"  # pickle finds the function by these names
     return attention
 
 
-def _make_varlen(package: str, forward: Callable) -> Callable:
-    """Return a stage's `attention_varlen`; `forward` as in `make_attention`. Register its operator if the stage can take it."""
+def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callable:
+    """Return a stage's `attention_varlen`. The arguments are those of `make_attention`. Register operators for the passes that
+    take packed sequences."""
     name = package.rpartition(".")[2]
-    takes_starts, forward = "starts" in inspect.signature(forward).parameters, entry(forward)
+    takes_starts, has_gradients = ("starts" in inspect.signature(function).parameters for function in (forward, backward))
+    forward, backward = entry(forward), entry(backward)
+
+    def swapped(tensor):
+        return tensor.transpose(0, 1)[None]
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         starts = Starts(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-        out, lse = forward(*(t.transpose(0, 1)[None] for t in (q, k, v)), causal=causal, scale=scale, starts=starts)
+        out, lse = forward(*map(swapped, (q, k, v)), causal=causal, scale=scale, starts=starts)
         return out[0].transpose(0, 1), lse[0]
 
     def fake(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale):
-        out = empty_rows(q.transpose(0, 1)[None], v.shape[-1])
-        return out[0].transpose(0, 1), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+        return empty_rows(swapped(q), v.shape[-1])[0].transpose(0, 1), q.new_empty(q.shape[1::-1], dtype=torch.float32)
 
-    def refuse(*_):
-        raise NotImplementedError(OF_PACKED)
+    def run_backward(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        starts = Starts(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+        tensors = *map(swapped, (grad_out, q, k, v, out)), lse.contiguous()[None]
+        dq, dk, dv = (each[0].transpose(0, 1) for each in backward(*tensors, causal=causal, scale=scale, starts=starts))
+        return dq, dk, dv
 
-    operator = takes_starts and _register(f"{name}_varlen", run, fake, refuse, refuse, _packed_under_vmap)
+    def fake_backward(grad_out, q, k, v, *_):
+        return tuple(empty_rows(swapped(each))[0].transpose(0, 1) for each in (q, k, v))
+
+    def check_gradients(q, v):
+        if not has_gradients:
+            raise NotImplementedError(OF_PACKED)
+        if max(q.shape[-1], v.shape[-1]) > 128:
+            raise NotImplementedError(OF_WIDE)
+
+    if takes_starts:
+        operator, short_cut = _differentiable(
+            name, ("varlen", "varlen_backward"), 5, run, fake, run_backward, fake_backward,
+            lambda inputs: check_gradients(inputs[0], inputs[2]), _packed_under_vmap,
+        )  # fmt: skip
 
     def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale=None, return_lse=False):
         """Compute exact attention of packed sequences: the tokens of all sequences follow each other in each tensor.
+
+        If the stage's backward takes packed sequences, the result is differentiable in q, k and v, as in `attention`.
 
         Each query attends to the keys of its own sequence. The arguments are those of FlashAttention's
         `flash_attn_varlen_func`, without the lengths of the longest sequences. The host never reads `cu_seqlens`, so a CUDA
@@ -345,24 +431,29 @@ def _make_varlen(package: str, forward: Callable) -> Callable:
 
         Returns:
             out [tokens_q, H, Dv] with the dtype of q, or (out, lse). lse is [H, tokens_q] in float32. The values of queries
-            that belong to no sequence are undefined.
+            that belong to no sequence are undefined, and the gradients of tokens that belong to no sequence are zeros.
 
         The call reads and writes only inside its tensors, whatever `cu_seqlens` are: starts below 0 count as 0, and starts
         above the number of tokens as this number. Results are undefined if starts fall.
 
         Raises:
             TypeError, ValueError: as `attention`; also for float32, and for wrong `cu_seqlens`.
-            NotImplementedError: the stage takes no packed sequences; or an input requires gradients, or has a tangent.
+            NotImplementedError: the stage takes no packed sequences; or an input has a tangent; or an input requires gradients,
+                and D or Dv is 256, or the stage has no gradients of packed sequences, or, in the backward,
+                `torch.use_deterministic_algorithms` is on.
         """
         if not takes_starts:
             raise NotImplementedError(f"{name} takes no packed sequences; stages of the track `lengths` do, from its second on")
         q, k, v = autocast(q, k, v)
         check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise NotImplementedError(OF_PACKED)
+        differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if differentiable:
+            check_gradients(q, v)
         causal, _ = checked_causal(causal, 1, 1)  # a sequence may have fewer keys than queries
         return_lse = checked_flag("return_lse", return_lse)
-        function = run if _unwatched(q, k, v, cu_seqlens_q, cu_seqlens_k) else operator
+        function = operator
+        if _unwatched(q, k, v, cu_seqlens_q, cu_seqlens_k):
+            function = short_cut if differentiable else run
         out, lse = function(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, checked_scale(scale, q.shape[-1]))
         return (out, lse) if return_lse else out
 

@@ -13,10 +13,9 @@ Triton 3.6 and 3.7 load a kernel's binary, and parse its source, in ways that ar
 a recording run one at a time. They find compiled kernels in tables (`common.launching`), except while they are recorded.
 """
 
+import collections
 import contextvars
-import copy
 import functools
-import inspect
 import itertools
 import threading
 import warnings
@@ -31,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.compiler import CompiledKernel
 
-from common.launching import with_tables
+from common.launching import bare, with_tables
 from common.layout import ALIGNMENT
 from common.runtime import give_context
 
@@ -221,33 +220,16 @@ def _operate(func, values, names, numbers, in_place):
     return step
 
 
-def _encoders(run):
-    """Return a launcher that takes encoded descriptors, and an encoding function for each of the kernel's descriptors.
-
-    Return Triton's launcher and no functions in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
-    differs from the launcher of Triton 3.6 and 3.7.
-    """
-    encoding = getattr(run, "launch", None)
-    known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
-    tiles = known.nonlocals.get("tensordesc_meta") if known else None
-    if not tiles or None in tiles or "launcher" not in known.nonlocals or "make_tensordesc_arg" not in known.globals:
-        return run, []
-    bare = copy.copy(run)
-    bare.launch = known.nonlocals["launcher"]
-    encode = known.globals["make_tensordesc_arg"]
-    return bare, [lambda descriptor, tile=tile: encode(descriptor, tile) for tile in tiles]
-
-
 def _launch(run, grid, binary, pointers, descriptors, others):
-    run, encoders = _encoders(run)
+    run, encode, tiles = bare(run)
     # Replace the last descriptor first, because a replacement can move later arguments.
-    described = [(*each, encode, {}) for each, encode in itertools.zip_longest(descriptors, encoders)][::-1]
+    described = [(*each, tile, {}) for each, tile in itertools.zip_longest(descriptors, tiles)][::-1]
 
     def step(tensors, stream):
         args = others.copy()
         for at, number, offset in pointers:
             args[at] = tensors[number].data_ptr() + offset
-        for at, number, kind, fields, encode, encoded in described:
+        for at, number, kind, fields, tile, encoded in described:
             address = tensors[number].data_ptr()
             places = encoded.get(address)  # PyTorch's allocator often gives a later call the same address
             if places is None:
@@ -257,7 +239,7 @@ def _launch(run, grid, binary, pointers, descriptors, others):
                 if encode:
                     if len(encoded) >= MOST_ADDRESSES:
                         encoded.clear()
-                    places = encoded[address] = encode(descriptor)
+                    places = encoded[address] = encode(descriptor, tile)
             args[at : at + 1] = places
         run(*grid, stream, *binary, *args)
 
@@ -298,8 +280,14 @@ def is_watched() -> bool:
     return bool(hooked or compiles_otherwise)
 
 
-def _kind(tensor):
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
+def _kind(tensors, *others) -> tuple:
+    """Return a key for a call's kind. It has no tuples inside: the garbage collector goes through each tuple that is kept."""
+    kind = [*others]
+    for tensor in tensors:
+        kind += tensor.shape
+        kind += tensor.stride()
+        kind += tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT  # a dtype is no number, so it ends the strides
+    return tuple(kind)
 
 
 @functools.cache
@@ -321,12 +309,12 @@ class Recorded:
     have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
     `is_watched()` is true, every call runs the function itself.
 
-    `lengths` are options that are tuples of tensors. The values of these tensors may change from call to call, as those of all
-    tensors.
+    `lengths` are options that are tuples of tensors and None. The values of these tensors may change from call to call, as
+    those of all tensors.
     """
 
     def __init__(self, function: Callable):
-        self.function, self.replays = function, {}
+        self.function, self.replays = function, collections.OrderedDict()  # a dict finds its oldest entry slowly
 
     def __call__(self, *tensors, causal, scale, diagonal=0, **lengths):
         options = {"causal": causal, "scale": scale, "diagonal": diagonal, **lengths}
@@ -338,9 +326,12 @@ class Recorded:
             with _alone:
                 return self.function(*tensors, **options)
         device = driver.get_current_device()
-        of_options = causal, type(scale), scale or str(scale), diagonal, *lengths  # zero as text, because 0.0 equals -0.0
-        given = (*tensors, *itertools.chain(*lengths.values()))
-        kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, given))
+        given = tensors
+        if lengths:
+            given = *tensors, *(each for each in itertools.chain(*lengths.values()) if each is not None)
+        settings = driver, device, torch.are_deterministic_algorithms_enabled()
+        number = type(scale), scale or str(scale)  # zero as text, because 0.0 equals -0.0
+        kind = _kind(given, *settings, causal, *number, diagonal, *lengths)
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
             give_context(tensors[0])
@@ -349,11 +340,13 @@ class Recorded:
             if replay is None or replay is _UNREPEATABLE:
                 self.replays.setdefault(kind, _CALLED)
                 if len(self.replays) > MOST_KINDS:
-                    del self.replays[next(iter(self.replays))]
+                    self.replays.popitem(last=False)
                 return with_tables(self.function, *tensors, **options)
             given = [tensor.detach() for tensor in given]  # new objects, because a tensor passed twice needs two numbers
             others = iter(given[len(tensors) :])
-            options |= {name: type(each)(*itertools.islice(others, len(each))) for name, each in lengths.items()}
+            options |= {
+                name: each._make(one if one is None else next(others) for one in each) for name, each in lengths.items()
+            }
             with _Recording(given) as recording:
                 results = self.function(*given[: len(tensors)], **options)
             self.replays[kind] = recording.replay(results)

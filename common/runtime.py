@@ -14,7 +14,13 @@ import triton
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
 
 
 def current_device() -> int:
@@ -66,7 +72,10 @@ def l2_bytes() -> int:
 
 def architecture() -> int | str | None:
     """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None if kernels are interpreted."""
-    return _interpreter.architecture if INTERPRETED else _architecture(triton.runtime.driver.active, current_device())
+    if INTERPRETED:
+        return _interpreter.architecture
+    driver = triton.runtime.driver.active
+    return _architecture(driver, driver.get_current_device())
 
 
 @contextlib.contextmanager
@@ -86,6 +95,6 @@ def give_context(tensor: torch.Tensor):
     The driver needs a context to encode a descriptor. A new thread, such as autograd's, has no context before its first call of
     the CUDA runtime.
     """
-    if tensor.is_cuda and not hasattr(_thread, "has_context"):
+    if not _thread.has_context and tensor.is_cuda:
         torch.cuda.Event().record()
         _thread.has_context = True

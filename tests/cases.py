@@ -159,13 +159,19 @@ def changed() -> frozenset[str]:
     return frozenset({file.split("/")[1] for file in files} & set(stages.names()))
 
 
-def usual_parts() -> list[Part]:
-    """Return the passes for most tests of a `part`. On the interpreter, the default run leaves out stages inside a track that
-    have not changed: neither its end, nor its dead ends."""
+def usual(names: list[str]) -> list[str]:
+    """Return the stages for most tests. On the interpreter, the default run leaves out stages inside a track that have not
+    changed: neither its end, nor its dead ends."""
     if LONG or not INTERPRETED:
-        return parts()
+        return names
     inside = {name for track in stages.tracks() for name in stages.line(track)[:-1]} - changed()
-    return [part for part in parts() if part.name not in inside]
+    return [name for name in names if name not in inside]
+
+
+def usual_parts() -> list[Part]:
+    """Return the passes for most tests of a `part`: passes of the usual stages."""
+    names = {*usual(stages.names())}
+    return [part for part in parts() if part.name in names]
 
 
 def guessing() -> list[str]:
@@ -173,9 +179,14 @@ def guessing() -> list[str]:
     return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
 
 
-def taking_lengths(argument: str = "lengths") -> list[str]:
-    """Return the stages whose forwards take lengths, or another argument: "starts", for packed sequences."""
-    return [name for name in stages.names() if argument in inspect.signature(stages.load(name).forward).parameters]
+def taking_lengths(argument: str = "lengths", pass_: str = "forward") -> list[str]:
+    """Return the stages whose forwards, or backwards, take lengths, or another argument: "starts", for packed sequences."""
+    return [name for name in stages.names() if argument in inspect.signature(getattr(stages.load(name), pass_)).parameters]
+
+
+def taking_pages() -> list[str]:
+    """Return the stages whose forwards take caches in pages."""
+    return [name for name in taking_lengths() if getattr(stages.load(name), "PAGES", False)]
 
 
 def first_with(text: str, pass_: str) -> str:

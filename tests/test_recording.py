@@ -5,7 +5,7 @@ Stand-ins replace the driver and the compiler. Each test starts a new process, b
 
 import programs
 import pytest
-from cases import LONG, in_full, taking_lengths
+from cases import LONG, in_full, taking_lengths, taking_pages, usual
 
 import stages
 
@@ -149,7 +149,10 @@ assert min(repeats.values()) > len(calls) / 6, repeats  # one of three equal cal
 
 
 def test_the_driver_gets_the_arguments_that_triton_gives_it():
-    """Each replayed descriptor has the address of the call's own tensor. An address's descriptor is encoded only once."""
+    """Each descriptor has the address of the call's own tensor, whether the call is replayed or its launches are in tables.
+
+    A replay encodes an address's descriptor only once.
+    """
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own
@@ -175,6 +178,8 @@ class Launched(Binary):
         super().__init__(src, target, options)
         self._run = Launcher(self)
 
+through_triton, triton_run = [], JITFunction.run
+JITFunction.run = lambda kernel, *args, **options: through_triton.append(kernel) or triton_run(kernel, *args, **options)
 triton.compiler.compile = Launched
 utils = triton.runtime.driver.active.utils
 utils.fill_tma_descriptor = utils.fill_tma_descriptor_tiled = lambda *args: encoded.append(args) or args
@@ -204,6 +209,13 @@ for name in (stages.newest(), stages.line()[-2], "v5"):
         every = len(encoded) - before
         sent_by(entry(function), calls[0])
         assert len(encoded) - before - every < every, "what is given is encoded once"
+    for seq_k in (1008, 992):  # the first call compiles, and the second finds its launches in the tables
+        tensors = problem(seq_q=1024, seq_k=seq_k)
+        for function, given in ((stage.forward, tensors), (stage.backward, for_backward(*tensors))):
+            through_triton.clear()
+            got = sent_by(entry(function), given)
+            assert seq_k == 1008 or not through_triton
+            assert got == sent_by(function, given), (name, got)
 """)
 
 
@@ -300,6 +312,8 @@ sys.path.append(sys.argv[1])
 import module_of_kernel
 from module_of_kernel import kernel
 from common import launching
+from common.kernels.descriptors import describe
+from common.kernels.hopper import describe_tile
 from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -320,6 +334,12 @@ descriptors = [
     described(swizzle=128), described(torch.bfloat16, swizzle=128), described(swizzle=64),
     described(block=(8, 64), swizzle=128),
 ]
+for dtype in (torch.float16, torch.bfloat16):  # those of one kind share the list of their block shape
+    heads = [torch.empty(1, 1, rows, 64, dtype=dtype) for rows in (64, 80)]
+    descriptors += [describe(each, rows, 64) for each in heads for rows in (16, 32)]
+    descriptors += [describe_tile(each, 16) for each in heads]
+    descriptors.append(describe(heads[0], 16, 64))
+    descriptors[-1].block_shape = [1, 1, 32, 64]  # as an autotuner's pre_hook does
 integers = [0, 1, 2, 16, 17, -16, 2**31 - 1, 2**31, 2**40, 2**63, True, 1.0]
 CHOICES = {
     "x": pointers, "out": pointers, "first": descriptors, "second": [*descriptors, *pointers[:4], 5], "length": integers,
@@ -390,7 +410,7 @@ except RuntimeError as error:
     )
 
 
-@pytest.mark.parametrize("stage", taking_lengths("starts"))
+@pytest.mark.parametrize("stage", usual(taking_lengths("starts")))
 def test_a_replay_takes_the_starts_of_its_call(stage):
     """A replay passes the addresses of the starts on, also where one tensor is both."""
     run(
@@ -412,7 +432,7 @@ for call in range(8):
     )
 
 
-@pytest.mark.parametrize("stage", taking_lengths())
+@pytest.mark.parametrize("stage", usual(taking_lengths()))
 def test_a_replay_takes_the_lengths_of_its_call(stage):
     """A replay passes the address of the lengths on, and not the lengths of the recorded call."""
     run(
@@ -427,6 +447,29 @@ for call in range(8):
     assert repeated() == (call >= 2)
     assert [each.data_ptr() in map(address, launches[0].args) for each in kept] == [False] * call + [True]
     launched(forward, *tensors, **OPTIONS)  # a call of another kind
+    assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept)
+""",
+        stage,
+    )
+
+
+@pytest.mark.parametrize("stage", usual(taking_pages()))
+def test_a_replay_takes_the_table_of_its_call(stage):
+    """A replay passes the address of the table on. Calls with a table and calls without one are of different kinds."""
+    run(
+        """
+from common.entry import Lengths
+stage = stages.load(sys.argv[1])
+forward, kept, lengths = entry(stage.forward), [], torch.zeros(2, dtype=torch.int32)
+q, k, v = problem(batch=2)
+of_pages = q, k[..., :16, :].contiguous(), v[..., :16, :].contiguous()
+for call in range(8):
+    kept.append(torch.zeros(2, 3, dtype=torch.int32))
+    expected = launched(stage.forward, *of_pages, **OPTIONS, lengths=Lengths(lengths, kept[-1]))
+    assert launched(forward, *of_pages, **OPTIONS, lengths=Lengths(lengths, kept[-1])) == expected
+    assert repeated() == (call >= 2)
+    assert [each.data_ptr() in map(address, launches[0].args) for each in kept] == [False] * call + [True]
+    launched(forward, *of_pages, **OPTIONS, lengths=Lengths(lengths))  # a call of another kind
     assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept)
 """,
         stage,
@@ -448,6 +491,7 @@ for seq_q in range(1, 20):
         tensors = problem(seq_q=seq_q)
         results = forward(*tensors, **OPTIONS)
 assert len(forward.recorded.replays) == 5
+assert not any(isinstance(each, tuple) for kind in forward.recorded.replays for each in kind)  # they would delay the collector
 watched = [weakref.ref(each) for each in (*tensors, *results)]
 del tensors, results
 launches.clear()

@@ -128,6 +128,10 @@ class Buffer:
         """Return a view of the same elements in another shape."""
         return self._view(self.view.view(shape))
 
+    def _reinterpret(self, dtype, shape, layout):
+        """Return a view of matrices as pieces with this `shape`, in the order in which the pieces lie in shared memory."""
+        return Pieces(self, shape)
+
     def permute(self, order):
         """Return a view with the dimensions in another order."""
         return self._view(self.view.permute(order))
@@ -148,6 +152,28 @@ class Buffer:
         self.view.copy_(values.data)
         now().timing.shared(now().running, "store", self.nbytes)
         now().switch()
+
+
+class Pieces:
+    """A buffer of matrices, [slots, 1, 1, rows, columns], as pieces with fewer rows and columns.
+
+    In shared memory, matrices for wgmma lie in blocks of columns. All rows of a block follow each other.
+    """
+
+    def __init__(self, whole: Buffer, shape: list[int]):
+        *_, rows, columns = shape
+        parts = whole.view.unflatten(4, (-1, columns)).unflatten(3, (-1, rows))  # [slots, 1, 1, parts, rows, blocks, columns]
+        self._whole, self._pieces = whole, parts.permute(0, 5, 3, 1, 2, 4, 6)
+        if self._pieces.shape[:3].numel() != shape[0]:
+            now().fail(f"{whole}, which is {whole.shape}, has not {shape[0]} pieces of {rows} x {columns}")
+
+    def index(self, index):
+        """Return one piece."""
+        slots, blocks, parts = self._pieces.shape[:3]
+        if not 0 <= index < slots * blocks * parts:
+            now().fail(f"index {index} is out of range: {self._whole} has {slots * blocks * parts} pieces")
+        slot, block, part = numpy.unravel_index(int(index), (slots, blocks, parts))
+        return self._whole._view(self._pieces[slot, block, part], f"[{slot}], block {block}, part {part}")
 
 
 class Barriers:

@@ -5,17 +5,18 @@ import math
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from common.layout import are_aligned, used_strides
+from common.launching import block_of_one_kind
+from common.layout import ALIGNMENT, used_strides
 from common.runtime import give_context
 
-_checked = {}  # (class, block shape, dtype) -> {"layout": a block's layout in shared memory}, or {} for Triton's descriptors
+_checked = {}  # (class, block shape, dtype) -> a descriptor's block shape and layout, which depend on nothing else
 
 
 def aligned_strides(tensor: Tensor) -> list[int]:
     """Return the strides of an `addressable` tensor for a descriptor."""
-    strides = list(tensor.stride())
+    strides = [*tensor.stride()]
     assert strides[-1] == 1, "a row is not contiguous: call a stage through common.entry"
-    return strides if are_aligned(strides) else [*used_strides(tensor)[:-1], 1]
+    return strides if math.gcd(*strides[:-1]) % ALIGNMENT == 0 else [*used_strides(tensor)[:-1], 1]
 
 
 def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
@@ -25,16 +26,20 @@ def make(kind: type, tensor: Tensor, block: tuple[int, ...], layout=None):
     with strides that TMA can take.
     """
     give_context(tensor)
-    strides = aligned_strides(tensor)
-    assert math.gcd(*strides[:-1]) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
-    fields = {"base": tensor, "shape": list(tensor.shape), "strides": strides, "block_shape": list(block)}
+    *steps, last = strides = [*tensor.stride()]
+    if last != 1 or math.gcd(*steps) % ALIGNMENT:
+        *steps, _ = strides = aligned_strides(tensor)
+        assert math.gcd(*steps) * tensor.itemsize % 16 == 0, "rows are not aligned: call a stage through common.entry"
     constant = _checked.get(key := (kind, block, tensor.dtype))
     if constant is None:
-        constant = {"layout": layout(block, tensor.dtype)} if layout else {}
-        kind(**fields, **constant)
+        constant = [block_of_one_kind(block)] + ([layout(block, tensor.dtype)] if layout else [])
+        kind(tensor, [*tensor.shape], strides, *constant)
         _checked[key] = constant
     descriptor = kind.__new__(kind)  # its other fields have defaults, which are attributes of the class
-    vars(descriptor).update(fields, **constant)
+    descriptor.base, descriptor.shape, descriptor.strides = tensor, [*tensor.shape], strides
+    descriptor.block_shape, *others = constant
+    if others:
+        (descriptor.layout,) = others
     return descriptor
 
 

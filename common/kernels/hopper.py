@@ -41,14 +41,14 @@ def require_hopper(stage: str):
         raise Unavailable(f"{stage} {reason}; use {evolution.__name__}.{evolution.recommended()}")
 
 
-def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
-    """Make a Gluon descriptor of a tensor, for tiles of whole rows.
+def describe_tile(tensor: Tensor, *rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Make a Gluon descriptor of a tensor, for tiles of whole rows, or of at most `columns` columns.
 
     Args:
         tensor: [B, H, S, D]; or [B, H / N, S, N, D], where N heads are interleaved, so that N rows have the same position.
         rows: the tile's size in each dimension between H and D.
     """
-    return make(TensorDescriptor, tensor, (1, 1, *rows, tensor.shape[-1]), _layout)
+    return make(TensorDescriptor, tensor, (1, 1, *rows, min(columns or tensor.shape[-1], tensor.shape[-1])), _layout)
 
 
 def _layout(block, dtype):

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.kernels.pointers import head_ptr, strides, tile_ptrs
+from common.layout import cdiv
 
 ELEMENTS = 4096  # elements in a program's tile: 32 for each thread
 
@@ -24,7 +25,7 @@ def _tile_ptrs(ptr, strides, batch, head, rows, COLUMNS: tl.constexpr):
 def _launch(kernel, batch, heads, seq, columns, *args):
     """Launch programs for the tiles of a [B, H, S, `columns`] tensor."""
     block_m = max(1, ELEMENTS // columns)
-    tiles = triton.cdiv(seq, block_m)
+    tiles = cdiv(seq, block_m)
     kernel[batch * heads * tiles,](*args, heads, seq, tiles, COLUMNS=columns, BLOCK_M=block_m)
 
 

@@ -38,18 +38,17 @@ def busiest(
     A query tile takes `tile`, plus `key_tile` for each of its key tiles. It has `queries` queries, and a key tile has `keys`
     keys. `programs` CTAs run at the same time. The result is the largest of some lower bounds, which is close to the truth.
     """
-    tiles_m = cdiv(seq_q + diagonal % 64, queries)
+    tiles = cdiv(seq_q + diagonal % 64, queries) * heads
     if not causal:
-        return cdiv(tiles_m * heads, programs) * (tile + key_tile * cdiv(seq_k, keys))
-
-    def length(number):
-        seen = min(seq_k, max(seq_q + diagonal - number // heads * queries, 1))
-        return tile + key_tile * cdiv(seen, keys)
+        return cdiv(tiles, programs) * (tile + key_tile * cdiv(seq_k, keys))
 
     mean = tile + key_tile * (mean_keys(seq_q, min(seq_k, seq_q + diagonal), diagonal, queries) / keys + 0.5)
+    longest = tiles * mean / programs
     # The CTA that takes tile number n * programs has had n other tiles on average, which are at least as long.
-    turns = [(n + 1) * length(n * programs) for n in range(4) if n * programs < tiles_m * heads]
-    return max(*turns, tiles_m * heads * mean / programs)
+    for turn, number in enumerate(range(0, min(tiles, 4 * programs), programs), start=1):
+        seen = min(seq_k, max(seq_q + diagonal - number // heads * queries, 1))
+        longest = max(longest, turn * (tile + key_tile * cdiv(seen, keys)))
+    return longest
 
 
 class _OfThisGPU(tl.constexpr):

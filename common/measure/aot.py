@@ -34,8 +34,9 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
+from common.checks import SMALLEST_PAGE
 from common.entry import Lengths, Starts
-from common.measure.options import PACKED, add_list, command, json_path, list_of, one_of, single, write_json
+from common.measure.options import PACKED, PAGES, add_list, command, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -48,6 +49,7 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
 CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "lengths"
 COMPARED = "registers", "spilled_bytes", "shared_bytes", "code"
 BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # ordinary sizes, with which every kernel is compiled
+FEW_QUERIES = 4  # of each sequence, when a cache is decoded
 
 
 class StandInDriver:
@@ -161,15 +163,28 @@ def _compile_case(case: dict) -> list[dict]:
     calls = [(stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, out, lse))]
     if case["lengths"]:
         packed = case["lengths"] == PACKED
-        if ("starts" if packed else "lengths") not in inspect.signature(stage.forward).parameters:
-            return [case | {"reason": "takes no starts" if packed else "takes no lengths"}]
+        argument = "starts" if packed else "lengths"
+        calls = [call for call in calls if argument in inspect.signature(call[0]).parameters]
+        if not calls:
+            return [case | {"reason": f"takes no {argument}"}]
         numbers = torch.empty(BATCH + packed, dtype=torch.int32, device="meta")
         options |= {"starts": Starts(numbers, numbers)} if packed else {"lengths": Lengths(numbers)}
-        calls = [(stage.forward, (q[:1], k[:1], v[:1]) if packed else (q, k, v))]  # with lengths, there are no gradients
+        if case["lengths"] == PAGES:
+            if not getattr(stage, "PAGES", False):
+                return [case | {"reason": "takes no pages"}]
+            table = torch.empty(BATCH, SEQ_LEN // SMALLEST_PAGE, dtype=torch.int32, device="meta")
+            options["lengths"] = Lengths(numbers, table)
+            k, v = (t.reshape(-1, t.shape[1], SMALLEST_PAGE, t.shape[3]) for t in (k, v))
+        if packed:
+            calls = [(function, [each[:1] for each in arguments]) for function, arguments in calls]
+        else:  # long prompts, and decoding
+            calls = [(stage.forward, (each, k, v)) for each in (q, q[:, :, :FEW_QUERIES])]
     for function, arguments in calls:
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 function(*arguments, **options)
+        except NotImplementedError as error:
+            records.append(case | {"reason": str(error)})
         except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
             records.append(case | {"error": f"{function.__name__}: {type(error).__name__}: {error}"})
     return records
@@ -191,7 +206,8 @@ def compile_cases(cases: list[dict]) -> list[dict]:
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`),
-            value_dim (None means head_dim) and lengths (whether each sequence has a length; `PACKED` if they are packed).
+            value_dim (None means head_dim) and lengths (whether each sequence has a length; `PACKED` if they are packed, and
+            `PAGES` if they lie in pages).
 
     Returns:
         Records in the order of the cases. A record is its case's dict with more keys. A row, for a kernel, has those of

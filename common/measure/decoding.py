@@ -6,7 +6,7 @@ The lengths stay on the device, and a step adds 1 to them there. Steps are timed
 a CUDA graph that was captured once. A step writes nothing to the cache, since all implementations would do so alike.
 
 All sequences of a case are equally long. Then a step is timed in a graph with lengths drawn log-uniform, and with equal lengths
-that have as many keys together.
+that have as many keys together. At last, full caches lie in pages of `PAGES` keys, in random order.
 """
 
 import functools
@@ -33,21 +33,27 @@ BATCHES, CAPACITIES = (1, 8, 64), (1024, 8192, 32768, 131072)
 HEADS, KV_HEADS, HEAD_DIM = (32, 64), 8, 128
 STEPS = 1000
 SHORTEST = 64  # keys, where lengths differ
+PAGES = (16, 256)
 LOOP_S = 0.3  # a loop takes about this many seconds at most, with fewer steps if they are slow
 ROUNDS = 3  # loops of each implementation
+FEWER = 100  # steps of a loop, at most, with pages
 
 
-def implementations(q, k, v, lengths) -> dict[str, Callable]:
+def implementations(q, k, v, lengths, table=None) -> dict[str, Callable]:
     """Return a function for each implementation that attends to the caches k and v [B, S, Hkv, D], up to `lengths`.
 
-    SDPA takes no lengths on the device. It attends to the whole caches, which it would have to slice on the host.
+    With a `table`, they lie in pages, [pages, page size, Hkv, D]. SDPA takes no lengths on the device, and no pages. It attends
+    to the whole caches, which it would have to slice on the host.
     """
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     own = stages.load("newest").attention
-    found = {stages.newest(): functools.partial(own, *heads_first, cache_seqlens=lengths)}
+    keys = heads_first[1:] if table is None else (k, v)
+    found = {stages.newest(): functools.partial(own, heads_first[0], *keys, cache_seqlens=lengths, page_table=table)}
     if "flash-3" in BASELINES:
-        found["flash-3"] = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, seqused_k=lengths, num_splits=0)
-    found["sdpa, whole"] = functools.partial(scaled_dot_product_attention, *heads_first, enable_gqa=True)
+        flash = functools.partial(torch.ops.flash_attn_3.fwd, seqused_k=lengths, page_table=table, num_splits=0)
+        found["flash-3"] = functools.partial(flash, q, k, v)
+    if table is None:
+        found["sdpa, whole"] = functools.partial(scaled_dot_product_attention, *heads_first, enable_gqa=True)
     return found
 
 
@@ -102,6 +108,16 @@ def measure(batch: int, heads: int, capacity: int, copy_rate: float) -> dict:
                 replay = graph_of(attend)
                 times[key] = statistics.median(seconds_of_row(replay, steps) for _ in range(ROUNDS))
         record["us"][name] = {key: round(seconds * 1e6, 2) for key, seconds in times.items()}
+    lengths.fill_(capacity)
+    for page in PAGES:
+        table = torch.randperm(batch * capacity // page, generator=generator, device="cuda").int().view(batch, -1)
+        paged = [tensor.view(-1, page, *tensor.shape[2:]) for tensor in (k, v)]
+        for name, attend in implementations(q, *paged, lengths, table).items():
+            for _ in range(3):
+                attend()
+            replay = graph_of(attend)
+            seconds = statistics.median(seconds_of_row(replay, min(steps, FEWER)) for _ in range(ROUNDS))
+            record["us"][name][f"pages of {page}"] = round(seconds * 1e6, 2)
     return record
 
 
@@ -114,6 +130,8 @@ def table(records: list[dict]) -> str:
         row = [record["batch"], f"{record['heads']}/{record['kv_heads']}", record["capacity"], own["graph"]]
         row += [f"{record['copy_us'] / own['graph']:.2f}", *(f"{other['graph'] / own['graph']:.2f}" for other in others)]
         row.append(f"{own['different'] / own['equal']:.2f}")
+        paged = [key for key in own if key.startswith("pages") and key in others[0]]
+        row += [f"{others[0][key] / own[key]:.2f}" for key in paged]
         rows.append([*row, own["alone"], own["host"], *(other["host"] for other in others)])
     headers = [
         "B",
@@ -123,6 +141,7 @@ def table(records: list[dict]) -> str:
         "of copy rate",
         *(f"× {name}" for name in names[1:]),
         "different / equal",
+        *(f"{key}, × {names[1]}" for key in paged),
     ]
     return tabulate(rows, [*headers, "no graph, µs", *(f"host, {name}" for name in names)], disable_numparse=True)
 

@@ -90,7 +90,7 @@ def json_path(text: str) -> Path:
 
 HEAD_DIM = one_of(HEAD_DIMS)
 YES_NO = one_of({"no": False, "yes": True})
-PACKED = "packed"
+PACKED, PAGES = "packed", "pages"
 
 LISTS = {  # option that takes a list -> (function that converts an item, help text)
     "--stage": (stages.resolve, "such as v3"),
@@ -101,8 +101,8 @@ LISTS = {  # option that takes a list -> (function that converts an item, help t
     "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: the head dimension)"),
     "--causal": (YES_NO, "no, yes"),
     "--lengths": (
-        one_of({"no": False, "yes": True, PACKED: PACKED}),
-        "no, yes: each sequence has its own length, packed: and all sequences follow each other",
+        one_of({"no": False, "yes": True, PACKED: PACKED, PAGES: PAGES}),
+        "no, yes: each sequence has its own length, packed: and all follow each other, pages: and lies in pages of 16 keys",
     ),
     "--dtype": (one_of(DTYPES.keys()), ", ".join(DTYPES)),
 }

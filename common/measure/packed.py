@@ -5,6 +5,7 @@
 Lengths are drawn as in a text corpus: log-normal, from 50 to 8192 tokens. The cases are in bfloat16, with 32 query heads.
 """
 
+import functools
 import itertools
 import math
 import random
@@ -19,7 +20,7 @@ from torch import Tensor
 import stages
 from common.kernels.hopper import unavailable
 from common.measure import machine
-from common.measure.baselines import BASELINES
+from common.measure.baselines import BASELINES, refusal
 from common.measure.options import command, list_of, one_of, write_json
 from common.measure.progress import Progress
 from common.measure.timing import GpuTimer, host_seconds
@@ -77,7 +78,8 @@ def padded(tensor: Tensor, lengths: list[int]) -> Tensor:
 
 
 def calls(lengths: list[int], pass_: str, tensors: list[Tensor], grad_out: Tensor, causal: bool) -> dict[str, Callable]:
-    """Return a call of each implementation's pass, by name."""
+    """Return for each implementation, by name, a function that returns a call of the pass. It first runs the forward if the
+    pass is the backward."""
     newest, starts, longest = stages.load("newest"), starts_of(lengths), max(lengths)
     found = {
         stages.newest(): (lambda q, k, v: newest.attention_varlen(q, k, v, starts, starts, causal=causal), tensors, grad_out)
@@ -95,7 +97,7 @@ def calls(lengths: list[int], pass_: str, tensors: list[Tensor], grad_out: Tenso
         out = attention(*tensors)
         return lambda: torch.autograd.grad(out, tensors, grad_out, retain_graph=True)
 
-    return {name: call(*case) for name, case in found.items()}
+    return {name: functools.partial(call, *case) for name, case in found.items()}
 
 
 def measure(lengths: list[int], pass_: str, head_dim: int, kv_heads: int, causal: bool, timer: GpuTimer) -> dict:
@@ -106,8 +108,13 @@ def measure(lengths: list[int], pass_: str, head_dim: int, kv_heads: int, causal
     tensors = [tensor.requires_grad_(pass_ == "bwd") for tensor in tensors]
     record = {"pass": pass_, "tokens": sum(lengths), "sequences": len(lengths), "longest": max(lengths), "heads": HEADS}
     record |= {"kv_heads": kv_heads, "head_dim": head_dim, "causal": causal, "dtype": "bfloat16", "us": {}}
-    for name, call in calls(lengths, pass_, tensors, grad_out, causal).items():
-        times, hidden = timer.measure(call)
+    for name, prepare in calls(lengths, pass_, tensors, grad_out, causal).items():
+        try:
+            times, hidden = timer.measure(call := prepare())
+        except Exception as error:
+            if not refusal(name, error):
+                raise
+            continue
         if hidden:
             record["us"][name] = round(statistics.median(times) * 1e6, 1)
         if name == stages.newest():

@@ -7,7 +7,6 @@ While guesses hold, no step waits for a maximum, and nothing is rescaled. A seco
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -28,7 +27,7 @@ from common.kernels.hopper import (
     wait_full,
     wgmma_layout,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
@@ -381,7 +380,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     width = max(head_dim, value_dim)
-    tiles = triton.cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
+    tiles = cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
     programs = min(tiles, num_sms())
     launches, state = [("running", TILES[width])], None
     if not is_short(tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, num_sms()):

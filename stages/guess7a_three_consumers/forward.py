@@ -7,7 +7,6 @@ While guesses hold, no step waits for a maximum, and nothing is rescaled. A seco
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -28,7 +27,7 @@ from common.kernels.hopper import (
     wait_full,
     wgmma_layout,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
@@ -384,8 +383,7 @@ def shape_of(batch_heads: int, seq_q: int, causal: bool, head_dim: int, value_di
     shape = TILES[width]
     if width in UNMASKED and head_dim == value_dim and not causal:
         busiest, with_three = (
-            triton.cdiv(triton.cdiv(seq_q, rows) * batch_heads, programs) * rows
-            for rows in (shape.queries, UNMASKED[width].queries)
+            cdiv(cdiv(seq_q, rows) * batch_heads, programs) * rows for rows in (shape.queries, UNMASKED[width].queries)
         )
         if with_three <= MORE_ROWS * busiest:
             return UNMASKED[width]
@@ -411,7 +409,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     width = max(head_dim, value_dim)
     first = shape_of(batch * heads, seq_q, causal, head_dim, value_dim, num_sms())
     again = TILES_AGAIN[width] if TILES_AGAIN[width].queries == first.queries else first
-    tiles = triton.cdiv(seq_q + diagonal % 64, first.queries) * batch * heads
+    tiles = cdiv(seq_q + diagonal % 64, first.queries) * batch * heads
     programs = min(tiles, num_sms())
     launches, state = [("running", first)], None
     if not is_short(tiles, seq_q, seq_k, diagonal, causal, first, width, num_sms()):

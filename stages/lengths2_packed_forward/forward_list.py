@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from common.kernels.hopper import ROWS, describe_tile
+from common.kernels.packed import by_first_token
 
 from .forward_scheduler import FIELDS, _rows_before
 
@@ -77,16 +78,7 @@ def list_tiles(starts, q, k, block_m, causal):
     return listed
 
 
-def describe_sequences(tensor, rows):
-    """Make a descriptor of joined sequences, [1, H, S, D], for tiles of `rows` tokens that end inside their sequence.
-
-    A coordinate is [first token of the sequence, head, token in the sequence, 0]. So TMA gives zeros for tokens before the
-    sequence: they have negative coordinates. To TMA, the tensor is a batch of S sequences, and each starts at the next token.
-    These sequences overlap in memory, and their ends lie behind it.
-    """
-    descriptor = describe_tile(tensor, rows)
-    descriptor.shape[0], descriptor.strides[0] = tensor.shape[2], descriptor.strides[2]
-    return descriptor
+describe_sequences = by_first_token(describe_tile)
 
 
 @gluon.jit

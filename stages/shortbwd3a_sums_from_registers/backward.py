@@ -15,7 +15,6 @@ computes dQ from their dS.
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,7 +42,7 @@ from common.kernels.hopper import (
     wgmma_layout,
     widened,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
@@ -394,8 +393,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
-    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
-    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
+    tiles_m = cdiv(seq_q, block_m) * batch * heads
+    tiles = cdiv(seq_k, 128) * batch * kv_heads
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.
     persistent = max(head_dim, value_dim) < 128

@@ -11,6 +11,8 @@ each share has one head. Without a mask, CTAs take the same query tiles at about
 long as splits.
 """
 
+import functools
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -27,6 +29,13 @@ CROWDED = 1.2  # how much longer steps take if they read from memory what the L2
 GAIN = 0.93  # several CTAs work on a key tile only if this is expected to take less than GAIN of the time
 
 
+@functools.cache
+def _ways(heads_per_kv) -> list[tuple[int, int]]:
+    """Return all numbers of shares and splits except (1, 1), those with the fewest CTAs first."""
+    ways = [(shares, 1) for shares in range(2, heads_per_kv + 1) if heads_per_kv % shares == 0]
+    return ways + [(heads_per_kv, splits) for splits in range(2, MAX_SPLITS + 1)]
+
+
 def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagonal, num_sms) -> tuple[int, int]:
     """Return the number of shares of a key tile, and the number of splits of a share: (1, 1) if key tiles fill the GPU evenly
     and few query heads are in use. A step has block_m queries.
@@ -35,10 +44,8 @@ def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagona
     longest = cdiv(seq_q - max(-diagonal, 0) if causal else seq_q, block_m) * heads_per_kv
     mean = max(mean_keys(seq_k, seq_q, seq_q - seq_k + diagonal, 128) / block_m, 1) * heads_per_kv  # keys and queries swapped
 
-    def time(way):
-        shares, splits = way
+    def time(shares, splits, start, sums):
         ctas, heads = shares * splits, heads_per_kv // shares
-        start, sums = COSTS[width] if ctas > 1 else (0, 0)
         most = cdiv(longest, ctas) + start
         waves = max(tiles * (mean + start * ctas) / (num_sms * most), 1) if causal else cdiv(tiles * ctas, num_sms)
         spread = causal and heads > 1  # CTAs are at different query tiles
@@ -46,9 +53,14 @@ def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagona
             waves *= CROWDED
         return waves * most + tiles * sums / num_sms
 
-    ways = [(shares, 1) for shares in range(1, heads_per_kv + 1) if heads_per_kv % shares == 0]
-    ways += [(heads_per_kv, splits) for splits in range(2, MAX_SPLITS + 1)]
-    return min(ways, key=lambda way: time(way) if way != (1, 1) else GAIN * time(way))
+    start, sums = COSTS[width]
+    best, least = (1, 1), GAIN * time(1, 1, 0, 0)
+    for shares, splits in _ways(heads_per_kv):
+        if tiles * ((mean if causal else longest) + start * shares * splits + sums) / num_sms > least:
+            break  # an SM's mean work takes longer, and more CTAs add to it
+        if (expected := time(shares, splits, start, sums)) < least:
+            best, least = (shares, splits), expected
+    return best
 
 
 @gluon.jit

@@ -1,5 +1,6 @@
 """How the host divides a forward's work among CTAs."""
 
+import functools
 from typing import NamedTuple
 
 from common.kernels.order import busiest, mean_keys
@@ -17,6 +18,7 @@ TILE_KEYS = 448
 TIMES = {(256, 64): (1.7, 1.03), (192, 64): (1.2, 0.81), (128, 128): (1.3, 1.07)}
 
 
+@functools.lru_cache(maxsize=1024)
 def queries_of(heads, seq_q, seq_k, diagonal, causal, programs) -> int:
     """Return how many queries the tiles have that are expected to be the fastest up to D = 64."""
     sizes = heads, seq_q, seq_k, diagonal, causal

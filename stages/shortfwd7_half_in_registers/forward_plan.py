@@ -1,5 +1,6 @@
 """How the host divides a forward's work among CTAs."""
 
+import functools
 from typing import NamedTuple
 
 from common.kernels.order import busiest, mean_keys
@@ -20,6 +21,7 @@ TIMES = {(256, 64): (1.7, 1.03), (192, 64): (1.2, 0.81), (128, 128): (1.3, 1.07)
 TIMES_OF_256 = {(128, 64): (4.3, 1.26), (128, 32): (3.0, 0.8)}
 
 
+@functools.lru_cache(maxsize=1024)
 def queries_of(heads, seq_q, seq_k, diagonal, causal, programs) -> int:
     """Return how many queries the tiles have that are expected to be the fastest up to D = 64."""
     sizes = heads, seq_q, seq_k, diagonal, causal
@@ -27,6 +29,7 @@ def queries_of(heads, seq_q, seq_k, diagonal, causal, programs) -> int:
     return min(expected, key=expected.get)
 
 
+@functools.lru_cache(maxsize=1024)
 def fewer_keys(heads, seq_q, seq_k, programs) -> bool:
     """Return whether tiles of 32 keys are expected to be faster than tiles of 64 keys, without a causal mask."""
     sizes = heads, seq_q, seq_k, 0, False

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from common.kernels.descriptors import describe
 from common.kernels.hopper import LOG2_E, require_hopper
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import DELTA_ROWS, _delta_kernel
@@ -104,11 +104,11 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
+    _delta_kernel[cdiv(seq_q, DELTA_ROWS) * batch * heads,](
         describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta, sums,
         heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
     )  # fmt: skip
-    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
+    _backward_kernel[cdiv(seq_k, 128) * batch * kv_heads,](
         describe(q, block_m, head_dim), describe(k, 128, head_dim), describe(v, 128, value_dim),
         describe(grad_out, block_m, value_dim), lse, delta, describe(sums, block_m, head_dim),
         describe(dk, 128, head_dim), describe(dv, 128, value_dim), scale,

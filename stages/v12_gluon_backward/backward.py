@@ -14,7 +14,6 @@ A consumer is a warp that computes with what TMA loads. Here, all warps are cons
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,7 +36,7 @@ from common.kernels.hopper import (
     wgmma_layout,
     widened,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import DELTA_ROWS, _delta_kernel
@@ -235,11 +234,11 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
+    _delta_kernel[cdiv(seq_q, DELTA_ROWS) * batch * heads,](
         describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta, sums,
         heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
     )  # fmt: skip
-    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
+    _backward_kernel[cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 128), describe_tile(v, 128), describe_tile(grad_out, block_m),
         lse, delta, describe_tile(sums, block_m), describe_tile(dk, 128), describe_tile(dv, 128), scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,

@@ -14,7 +14,6 @@ A consumer is a warp that computes with what TMA loads. Here, all warps are cons
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,7 +37,7 @@ from common.kernels.hopper import (
     wgmma_layout,
     widened,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
 from .backward_prepare import _prepare_kernel
@@ -235,13 +234,13 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    tiles_m = cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
-    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
+    _backward_kernel[cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 128), describe_tile(v, 128), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_tile(sums, block_m),
         describe_tile(dk, 128), describe_tile(dv, 128), scale,

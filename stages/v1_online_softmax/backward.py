@@ -10,7 +10,7 @@ import triton.language as tl
 
 from common.kernels.matmul import matmul_float32, transposed_matmul_float32
 from common.kernels.tiles import query_tile
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -79,7 +79,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     tile = query_tile(max(head_dim, value_dim), q.dtype)  # as for FlashAttention, so that times compare algorithms, not tiles
-    grid = (triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
+    grid = (cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     _p_kernel[grid](s, lse, p, scale, seq_q, seq_k, diagonal, CAUSAL=causal, **tile)

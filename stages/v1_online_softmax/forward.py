@@ -11,7 +11,7 @@ import triton.language as tl
 
 from common.kernels.matmul import matmul_float32
 from common.kernels.tiles import query_tile
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -71,7 +71,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     p = torch.empty_like(s, dtype=q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tile = query_tile(max(head_dim, value_dim), q.dtype)  # as for FlashAttention, so that times compare algorithms, not tiles
-    _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
+    _softmax_kernel[cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         s, p, lse, scale, seq_q, seq_k, diagonal, CAUSAL=causal, **tile
     )  # fmt: skip
     return empty_rows(q, value_dim).copy_(matmul_float32(p, v)), lse

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +24,7 @@ from common.kernels.hopper import (
     wgmma_layout,
 )
 from common.kernels.order import tile_and_head
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_softmax import _accumulate
@@ -279,7 +278,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
-    _forward_kernel[triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads,](
+    _forward_kernel[cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,
         lse, scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -24,7 +23,7 @@ from common.kernels.hopper import (
     wait_full,
     wgmma_layout,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
@@ -280,7 +279,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
-    programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())  # persistent: one CTA per SM
+    programs = min(cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())  # persistent: one CTA per SM
     counter = lse.new_zeros(1, dtype=torch.int32)  # tiles taken so far, except each CTA's first tile
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,

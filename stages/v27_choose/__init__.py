@@ -7,12 +7,13 @@ from .backward import backward
 from .choice import choice
 from .forward import forward
 
-__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "choice", "forward", "unavailable"]
+__all__ = ["PAGES", "SPILLED_BYTES", "UNORDERED", "attention", "backward", "choice", "forward", "unavailable"]
 WAS = "v53_short_forward"
 
 SPILLED_BYTES = 328  # the most that a kernel of these tracks spills
 # Programs add to dQ, and to the dK and dV of a key tile that they share, in any order, unless
 # `torch.use_deterministic_algorithms` is on.
 UNORDERED = ("dq", "dk", "dv")
+PAGES = True  # the forward takes caches in pages
 
 attention = make_attention(__name__, forward, backward)

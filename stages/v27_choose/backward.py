@@ -1,11 +1,11 @@
 """The backward of the track that suits the head dimension.
 
 - "wide" has kernels for D or Dv = 256, where dK and dV of 128 keys do not fit in registers, and v26 falls back to v6.
-- "shortbwd" has v26's kernel for all smaller ones, changed for short sequences and for few K/V heads.
+- "shortbwd" has v26's kernel for all smaller ones, changed for short sequences, few K/V heads, and packed sequences.
 """
 
 from common.kernels.hopper import require_hopper
-from stages.shortbwd8_split_heads.backward import backward as backward_of_shortbwd
+from stages.shortbwd10_packed_backward.backward import backward as backward_of_shortbwd
 from stages.wide10_shared_query_tiles.backward import backward as backward_of_wide
 
 
@@ -17,7 +17,7 @@ def chosen_backward(head_dim, value_dim) -> str:
 BACKWARDS = {"shortbwd": backward_of_shortbwd, "wide": backward_of_wide}
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0, starts=None):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     Both tracks fall back to v6 for float32. "shortbwd" also does so under `torch.use_deterministic_algorithms`, because its key
@@ -25,7 +25,10 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
+        NotImplementedError: there are `starts`, and "shortbwd" would fall back.
     """
     require_hopper(__package__)
+    if starts is not None:
+        return backward_of_shortbwd(grad_out, q, k, v, out, lse, causal=causal, scale=scale, starts=starts)
     track = chosen_backward(q.shape[3], v.shape[3])
     return BACKWARDS[track](grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)

@@ -72,9 +72,14 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
 
     least = max(width, 64)
     shape = sizes_of(batch * heads, seq_q, seq_k, diagonal, causal, head_dim, value_dim, programs)
+    shortfwd, guess = unpacked("shortfwd", shape), unpacked("guess", TILES[width])
+    # If rows are short, "guess" guesses nothing and has a running maximum, as "shortfwd" has.
+    guesses = least in GUESS and not is_short(guess.tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, programs)
+    if plan.splits == plan.packed == 1 and not guesses:
+        return shortfwd
     unmasked = head_dim == value_dim == 256 and not causal
     times = UNMASKED[shape.keys] if unmasked else RUNNING[least, shape.queries]
-    expected = {unpacked("shortfwd", shape): time(shape, times)}
+    expected = {shortfwd: time(shape, times)}
     # Without splits and packed heads, "decode" has nothing that "shortfwd" has not.
     times = RUNNING[least, plan.shape.queries]
     if plan.splits > 1:
@@ -83,8 +88,6 @@ def chosen_forward(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, ca
         expected[decode] = times.launches + SPLIT[least] * (cost / 30_000)  # a cost of 30,000 is a microsecond
     elif plan.packed > 1:
         expected[decode] = time(plan.shape, times, plan.packed) / PACKED
-    # If rows are short, "guess" guesses nothing and has a running maximum, as "shortfwd" has.
-    guess = unpacked("guess", TILES[width])
-    if least in GUESS and not is_short(guess.tiles, seq_q, seq_k, diagonal, causal, TILES[width], width, programs):
+    if guesses:
         expected[guess] = time(TILES[width], GUESS[least])
     return min(expected, key=expected.get)

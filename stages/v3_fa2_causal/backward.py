@@ -11,7 +11,7 @@ import triton.language as tl
 
 from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.kernels.tiles import key_tile, query_tile
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -182,12 +182,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     widest = max(head_dim, value_dim)
     tile_q, tile_k = query_tile(widest, q.dtype), key_tile(widest, q.dtype)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    _dq_kernel[triton.cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](
+    _dq_kernel[cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](
         q, k, v, out, grad_out, dq, lse, scale, strides(q=q, k=k, v=v, out=out, do=grad_out, dq=dq),
         heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_q,
     )  # fmt: skip
-    _dkv_kernel[triton.cdiv(seq_k, tile_k["BLOCK_N"]) * batch * kv_heads,](
+    _dkv_kernel[cdiv(seq_k, tile_k["BLOCK_N"]) * batch * kv_heads,](
         q, k, v, out, grad_out, dk, dv, lse, scale, strides(q=q, k=k, v=v, out=out, do=grad_out, dk=dk, dv=dv),
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_k,

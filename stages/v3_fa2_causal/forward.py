@@ -15,7 +15,7 @@ import triton.language as tl
 
 from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.kernels.tiles import query_tile
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -105,7 +105,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
-    _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
+    _forward_kernel[cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale, strides(q=q, k=k, v=v, out=out),
         heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,

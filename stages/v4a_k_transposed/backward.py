@@ -12,7 +12,7 @@ import triton.language as tl
 
 from common.kernels.descriptors import describe
 from common.kernels.tuning import autotune, bucket, configs
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 
 from .forward import transposed
 
@@ -191,12 +191,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
+    _dq_kernel[lambda args: (cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(transposed(k)), describe(v), describe(out), describe(grad_out), describe(dq), lse,
         scale, heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,
     )  # fmt: skip
-    _dkv_kernel[lambda args: (triton.cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
+    _dkv_kernel[lambda args: (cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
         describe(q), describe(k), describe(v), describe(out), describe(grad_out), describe(dk), describe(dv), lse, scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,

@@ -19,7 +19,7 @@ import triton.language as tl
 from common.kernels.hopper import unavailable
 from common.kernels.pointers import head_ptr, strides
 from common.kernels.tuning import autotune, bucket, configs
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from stages.v4_autotune_descriptor.forward import forward as forward_of_v4
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -122,7 +122,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     context = contextvars.copy_context()  # outside this context, the user's allocator stays
     context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # for descriptors
     context.run(
-        _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
+        _forward_kernel[lambda args: (cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
         q, k, v, out, lse, scale, strides(q=q, k=k, v=v, out=out),
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k), 0,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from common.kernels.descriptors import describe
 from common.kernels.tuning import autotune, bucket, configs
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -107,7 +107,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
+    _forward_kernel[lambda args: (cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(out), lse, scale,
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

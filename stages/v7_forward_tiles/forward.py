@@ -20,7 +20,7 @@ import triton.language as tl
 from common.kernels.descriptors import describe
 from common.kernels.hopper import LOG2_E, require_hopper
 from common.kernels.order import tile_and_head
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 
@@ -119,7 +119,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     shape = TILES[max(head_dim, value_dim)]
-    _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
+    _forward_kernel[cdiv(seq_q, shape.queries) * batch * heads,](
         describe(q, shape.queries, head_dim), describe(k, shape.keys, head_dim), describe(v, shape.keys, value_dim),
         describe(out, shape.queries, value_dim),
         lse, scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,

@@ -10,7 +10,7 @@ import triton.language as tl
 from common.kernels.descriptors import describe
 from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 
 from .backward_prepare import DELTA_ROWS, _delta_kernel
 
@@ -186,16 +186,16 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     delta = torch.empty_like(lse)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
+    _delta_kernel[cdiv(seq_q, DELTA_ROWS) * batch * heads,](
         describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,
         heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
     )  # fmt: skip
-    _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
+    _dq_kernel[lambda args: (cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(grad_out), describe(dq), lse, delta, scale,
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,
     )  # fmt: skip
-    _dkv_kernel[lambda args: (triton.cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
+    _dkv_kernel[lambda args: (cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
         describe(q), describe(k), describe(v), describe(grad_out), describe(dk), describe(dv), lse, delta, scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,

@@ -10,7 +10,6 @@ run on the same warps, as here, or on different warps, which is what Gluon is fo
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from common.kernels.hopper import LOG2_E, describe_tile, matrix, new_barriers, per_row, require_hopper, wgmma_layout
 from common.kernels.order import tile_and_head
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from stages.v6_tile_order.forward import forward as forward_of_v6
 
 from .forward_softmax import _accumulate, _load
@@ -171,7 +170,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     shape = TILES[max(head_dim, value_dim)]
-    _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
+    _forward_kernel[cdiv(seq_q, shape.queries) * batch * heads,](
         describe_tile(q, shape.queries), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
         describe_tile(out, shape.queries),
         lse, scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,

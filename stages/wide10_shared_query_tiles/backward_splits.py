@@ -27,13 +27,19 @@ def _splits(tiles, longest, mean, costs, causal, num_sms) -> int:
     mask, all CTAs take the same time, in waves. With one, the CTA with the most steps bounds the time, and so does the mean
     work of an SM."""
 
-    def time(splits):
-        start, sums = costs if splits > 1 else (0, 0)
+    def time(splits, start, sums):
         most = cdiv(longest, splits) + start
         waves = max(tiles * (mean + start * splits) / (num_sms * most), 1) if causal else cdiv(tiles * splits, num_sms)
-        return (waves * most + tiles * sums / num_sms) * (GAIN if splits == 1 else 1)
+        return waves * most + tiles * sums / num_sms
 
-    return min(range(1, MAX_SPLITS + 1), key=time)
+    start, sums = costs
+    best, least = 1, GAIN * time(1, 0, 0)
+    for splits in range(2, MAX_SPLITS + 1):
+        if tiles * ((mean if causal else longest) + start * splits + sums) / num_sms > least:
+            break  # an SM's mean work takes longer, and more splits add to it
+        if (expected := time(splits, start, sums)) < least:
+            best, least = splits, expected
+    return best
 
 
 def splits_of(tiles, heads_per_kv, seq_q, seq_k, causal, diagonal, num_sms) -> int:

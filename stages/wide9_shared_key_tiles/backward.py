@@ -15,7 +15,6 @@ computes dQ from their dS.
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,7 +42,7 @@ from common.kernels.hopper import (
     wgmma_layout,
     widened,
 )
-from common.layout import empty_rows
+from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
@@ -316,10 +315,10 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns: up to 32 of 64 registers
-    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    tiles_m = cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
-    tiles_n = triton.cdiv(seq_k, 64) * batch * kv_heads
+    tiles_n = cdiv(seq_k, 64) * batch * kv_heads
     # With few K/V heads, key tiles leave SMs idle. So several CTAs share each, and add dK and dV in float32, in any order.
     splits, chunks, dk_sums, dv_sums = 1, None, None, None
     if wide and not torch.are_deterministic_algorithms_enabled():
@@ -340,7 +339,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         # NOTE: if these CTAs are fewer than the SMs, some SMs are idle; wide10 lets several CTAs share a query tile.
-        _wide_dq_kernel[triton.cdiv(seq_q, 128) * batch * heads,](
+        _wide_dq_kernel[cdiv(seq_q, 128) * batch * heads,](
             describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64), stats,
             describe_tile(dq, 64), scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=4, maxnreg=168,
@@ -352,7 +351,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
                     sums, gradient, *gradient.stride()[:3], 1.0, *gradient.shape[1:3], HEAD_DIM=columns, BLOCK_M=64
                 )
         return dq, dk, dv
-    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
+    _backward_kernel[cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,

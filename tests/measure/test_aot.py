@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from cases import taking_lengths
+from cases import taking_lengths, taking_pages
 
 import stages
 from common.checks import HEAD_DIMS
@@ -26,10 +26,12 @@ SELECTIONS = {
 }
 LENGTHS = {"arch": (90,), "dtype": ("float16", "bfloat16"), "causal": BOTH, "lengths": (True,)}
 PACKED = LENGTHS | {"lengths": (aot.PACKED,)}
+PAGES = LENGTHS | {"lengths": (aot.PAGES,), "head_dim": (64, 128, 256)}
 CHOSEN = [  # the default run compiles only the newest stage, and the newest stage that needs no Hopper GPU
     (stages.newest(), {"arch": (90,), "head_dim": (64,)}), (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
     *(pytest.param(name, LENGTHS, marks=pytest.mark.long, id=f"{name}-lengths") for name in taking_lengths()),
     *(pytest.param(name, PACKED, marks=pytest.mark.long, id=f"{name}-packed") for name in taking_lengths("starts")),
+    *(pytest.param(name, PAGES, marks=pytest.mark.long, id=f"{name}-pages") for name in taking_pages()),
     *(
         pytest.param(name, SELECTIONS[key], marks=pytest.mark.long, id=f"{name}-{key}")
         for name, key in itertools.product(NAMES, SELECTIONS)

@@ -26,7 +26,7 @@ def test_a_padded_batch_has_the_results_of_the_packed_one(causal):
     lengths = [70, 5, 130] if causal else [64, 64]
     q, k, v, grad_out = (torch.randn(sum(lengths), 2, 64, device=DEVICE).half() for _ in range(4))
     found = packed.calls(lengths, "fwd", [q, k, v], grad_out, causal)
-    own, batch = found[stages.newest()](), found["padded"]()
+    own, batch = found[stages.newest()]()(), found["padded"]()()
     for number, part in enumerate(own.split(lengths)):
         torch.testing.assert_close(batch[number, :, : len(part)].transpose(0, 1), part, rtol=1e-2, atol=1e-3)
     assert packed.calls([1] * 40 + [130], "fwd", [q, k, v], grad_out, causal).keys() == found.keys() - {"padded"}
@@ -42,6 +42,12 @@ def test_a_step_attends_to_the_keys_that_the_lengths_count():
     part = decoding.implementations(q, k, v, torch.full((2,), 60, dtype=torch.int32, device=DEVICE))[stages.newest()]()
     expected = decoding.implementations(q, k[:, :60], v[:, :60], None)["sdpa, whole"]()
     torch.testing.assert_close(part, expected, rtol=1e-2, atol=1e-3)
+    lengths, table = torch.full((2,), 32, dtype=torch.int32, device=DEVICE), torch.tensor([[1, 0], [3, 2]]).int().to(DEVICE)
+    paged = (tensor[:, :32].reshape(4, 16, 2, 64) for tensor in (k, v))
+    swapped = (tensor[:, :32].unflatten(1, (2, 16)).flip(1).flatten(1, 2) for tensor in (k, v))
+    expected = decoding.implementations(q, *swapped, None)["sdpa, whole"]()
+    part = decoding.implementations(q, *paged, lengths, table)[stages.newest()]()
+    torch.testing.assert_close(part, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_equal_lengths_have_as_many_keys_as_different_ones():
@@ -54,7 +60,12 @@ def test_tables_compare_with_the_newest_stage():
     us = {stages.newest(): 10.0, "flash-3": 15.0, "flash-2": 20.0}
     record = {"pass": "fwd", "tokens": 100, "sequences": 2, "kv_heads": 8, "head_dim": 64, "causal": True, "us": us}
     assert "1.50" in packed.table([record | {"host_us": 1.0}])
-    us = {name: dict.fromkeys(("graph", "alone", "host", "different", "equal"), time) for name, time in us.items()}
+    us = {
+        name: dict.fromkeys(
+            ("graph", "alone", "host", "different", "equal", *(f"pages of {page}" for page in decoding.PAGES)), time
+        )
+        for name, time in us.items()
+    }
     record = {"batch": 1, "heads": 32, "kv_heads": 8, "capacity": 1024, "copy_us": 9.0, "us": us}
     assert "0.90" in (found := decoding.table([record])) and "1.50" in found
 

@@ -30,18 +30,19 @@ def test_a_stage_has_the_same_files_as_every_other(module):
 
 
 def test_a_stage_exports_the_contract(module):
-    """`forward`, `backward` and the operators have the same arguments in every stage. A forward may take lengths and starts."""
+    """`forward`, `backward` and the operators have the same arguments in every stage. Passes may take lengths and starts."""
     assert set(module.__all__) >= {"attention", "forward", "backward"}
     arguments = {
         name: list(inspect.signature(getattr(module, name)).parameters)
         for name in ("attention", "attention_varlen", "forward", "backward")
     }
     lengths = [name for name in arguments["forward"][-2:] if name in ("lengths", "starts")]
+    starts = ["starts"] if arguments["backward"][-1] == "starts" else []
     assert arguments == {
-        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "cache_seqlens", "others"],
+        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "cache_seqlens", "page_table", "others"],
         "attention_varlen": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "causal", "scale", "return_lse"],
         "forward": ["q", "k", "v", "causal", "scale", "diagonal", *lengths],
-        "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal"],
+        "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal", *starts],
     }
 
 

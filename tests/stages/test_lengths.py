@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import LONG, available, make_inputs, names_in, once, set_names, taking_lengths
+from cases import LONG, available, make_inputs, names_in, once, set_names, taking_lengths, usual
 from problems import Layout
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stages
 from common import recording
 from common.checks import BOTTOM_RIGHT
+from common.entry import Lengths
 from common.interpreter import schedule
 from common.measure.counter import count
 from common.measure.reference import assert_correct, plain, truth
@@ -24,7 +25,7 @@ SCALE = 0.2
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=once(list(filter(stages.track, taking_lengths())), "forward"))
+@pytest.fixture(params=usual(once(list(filter(stages.track, taking_lengths())), "forward")))
 def taking(request):
     """A stage that takes lengths."""
     return available(request.param)
@@ -118,18 +119,32 @@ def test_lengths_outside_the_cache_count_as_its_ends(taking, seq_q, capacity, fe
 def test_a_full_cache_is_like_no_lengths(taking, seq_q, causal):
     """The mask aligned to the length is then the mask that is aligned bottom right. A scale may be negative."""
     q, k, v = cache(seq_q, [CAPACITY] * 2, heads=2, kv_heads=1)
-    expected = taking.attention(q, k, v, causal=causal and BOTTOM_RIGHT, scale=SCALE)
-    got = taking.attention(q, k, v, causal=causal, scale=SCALE, cache_seqlens=on_device([CAPACITY] * 2))
-    torch.testing.assert_close(got, expected)
-    negative = taking.attention(-q, k, v, causal=causal, scale=-SCALE, cache_seqlens=on_device([CAPACITY] * 2))
-    torch.testing.assert_close(negative, expected)
+    bottom_right = {"causal": causal and BOTTOM_RIGHT, "scale": SCALE, "return_lse": True}
+    aligned = {"causal": causal, "return_lse": True, "cache_seqlens": on_device([CAPACITY] * 2)}
+    results = [
+        taking.attention(q, k, v, **bottom_right),
+        taking.attention(q, k, v, **aligned, scale=SCALE),
+        taking.attention(-q, k, v, **aligned, scale=-SCALE),
+    ]
+    for out, lse in results:
+        assert_right(out, lse, q, k, v, [CAPACITY] * 2, causal)
 
 
-def test_queries_that_see_no_key_are_zero_beside_infinite_values(taking):
-    q, k, v = cache(70, [3, 100], heads=2, kv_heads=1)
+@pytest.mark.parametrize("seq_q", [30, 70])
+def test_queries_that_see_no_key_are_zero_beside_infinite_values(taking, seq_q):
+    q, k, v = cache(seq_q, [3, 100], heads=2, kv_heads=1)
     v[:, :, 1] = torch.inf
     out = taking.attention(q, k, v, causal=True, cache_seqlens=on_device([3, 100]))
-    assert (out[0, :, :67] == 0).all() and out[0, :, 69].isinf().all()
+    assert (out[0, :, : seq_q - 3] == 0).all() and out[0, :, seq_q - 1].isinf().all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has its own number of SMs")
+@pytest.mark.parametrize("num_sms", [7, 24, 132])
+def test_a_head_of_many_ctas_is_right_beside_short_ones(taking, num_sms):
+    """Even shares of a list: 24 CTAs make 12 parts of the longest head, and 132 CTAs have shares of 1 or 2 key tiles."""
+    lengths = [2000] + [3] * 7 if num_sms == 24 else [1000, 0, 63, 64, 65, 129]
+    with interpreted_as(Device(num_sms=num_sms)):
+        check(taking, *cache(2, lengths, capacity=2000, heads=2, kv_heads=1), lengths)
 
 
 def keys_read(stage, seq_q, lengths):
@@ -149,20 +164,25 @@ def test_what_is_read_depends_on_the_lengths(taking):
 
     64 queries of two heads, with a mask, may need two tiles of 128 rows. Here the second has no rows. It reads one key tile.
     """
-    tile = 128  # keys, where rows are few
+    tile = names_in(taking.__name__.removeprefix("stages.")).get("BLOCK_N", 128)  # keys, where rows are few
     expected = [tile * -(-length // tile) if length >= tile else length for length in EDGES]
     assert keys_read(taking, 1, EDGES) == [sum(expected)] * 2
-    assert keys_read(taking, 64, [64 + 7 * 32]) == [3 * tile + tile] * 2
+    assert keys_read(taking, 64, [64 + 7 * 32]) == [3 * 128 + 128] * 2
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has more SMs than this problem has tiles")
 @pytest.mark.parametrize("seq_q", [1, 20])
 def test_ctas_with_short_sequences_take_more_tiles(taking, seq_q):
-    """With more tiles than SMs, a counter balances sequences of different lengths."""
-    plan = names_in(taking.__name__.removeprefix("stages."))["plan"]
-    shape = len(EDGES), 8, 8, seq_q, CAPACITY, 0, 64, 64, 3
-    assert plan(*shape, uneven=True).counted and not plan(*shape).counted
-    assert not plan(*shape[:-1], 10_000, uneven=True).counted
+    """With more tiles than SMs, a counter balances sequences of different lengths. It costs a launch, to set it to 0."""
+
+    def is_counted(programs):
+        tensors, lengths = cache(seq_q, EDGES[:2], heads=2, kv_heads=2), Lengths(on_device(EDGES[:2]))
+        with interpreted_as(Device(num_sms=programs)):
+            counted = count(lambda: taking.forward(*tensors, causal=True, scale=SCALE, lengths=lengths))
+        return any(launch.name == "aten.new_zeros" for launch in counted.launches)
+
+    counting = "NextTiles" in names_in(taking.__name__.removeprefix("stages."))  # other stages have no counter
+    assert (is_counted(3), is_counted(10_000)) == (counting, False)
     with interpreted_as(Device(num_sms=3)):
         check(taking, *cache(seq_q, EDGES, heads=2, kv_heads=2), EDGES)
 

@@ -68,9 +68,9 @@ def test_offsets_of_dq(name, launch, huge):
     dq = huge(3 * 64 * stride + head_dim, torch.float16)
     sums[-block_m * head_dim :] = 3.0
     kernel = names_in(name, "backward")["_finish_kernel"]
-    sizes = {"HEAD_DIM": head_dim, "BLOCK_M": block_m}
-    others = dict.fromkeys({*kernel.arg_names[8:]} - {*sizes})  # a stage may have arguments for dK and dV; None: no work
-    launch(kernel, tile, sums, dq, stride, stride, stride, 0.5, heads, seq_q, **sizes, **others)
+    sizes = {"heads": heads, "head_tiles": 2, "seq_q": seq_q, "HEAD_DIM": head_dim, "BLOCK_M": block_m}
+    others = {argument: sizes.get(argument) for argument in kernel.arg_names[6:]}  # None: no work for dK and dV, no starts
+    launch(kernel, tile, sums, dq, stride, stride, stride, 0.5, **others)
     assert (dq[-head_dim:] == 1.5).all()
 
 
@@ -90,7 +90,8 @@ def test_offsets_of_statistics(name, launch, huge):
     }  # fmt: skip
     tensors["lse_ptr"][-1] = 2.0
     tensors["sums_ptr"][-1] = tensors["tickets_ptr"][-1] = 1
-    sizes = {"heads": heads, "seq_q": seq_q, "chunks": None, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
+    sizes = {"heads": heads, "seq_q": seq_q, "head_tiles": tiles_m, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK_M": block_m}
+    sizes |= dict.fromkeys(("chunks", "starts_ptr", "sequences"))
     kernel = names_in(name, "backward")["_prepare_kernel"]
     launch(kernel, tile, **{argument: (tensors | sizes)[argument] for argument in kernel.arg_names})
     lse_log2, delta = tensors["stats_ptr"][-2 * block_m :].split(block_m)
@@ -103,13 +104,17 @@ def test_offsets_of_splits_and_of_the_output(name, launch, huge):
     """The second split's rows are more than 2**31 elements after the first split's. So is O's row after O's first row."""
     batch, heads, seq_q, value_dim, merged, steps = 2**13 + 1, 2**11, 65, 16, 8, (2**18 + 64, 2**25 + 64, 2**25 + 64)
     rows = batch * heads * seq_q
-    row = ((batch - 1) * heads + 64) * seq_q + 64
+    tile, row = (batch - 1) * heads + 64, ((batch - 1) * heads + 64) * seq_q + 64
     part, part_lse = huge(2 * rows * value_dim), huge(2 * rows)  # with an LSE of 0, both splits have equal weights
     out, lse = huge(2**33, torch.float16), huge(rows)
-    for split in range(2):
-        part[(split * rows + row) * value_dim :][:value_dim] = 1.0 + 2 * split
+    kernel, places, shares, last = names_in(name)["_merge_kernel"], [row, rows + row], [], 2
+    if "shares_ptr" in kernel.arg_names:  # tile t's row in share 1 has place (t + 1) * seq_q + 64
+        places, shares, last = [row + seq_q, row + 2 * seq_q], [huge(2 * batch * heads, torch.int32)], seq_q
+        shares[0][2 * tile :][:2] = torch.tensor([1, 2])  # the first share, and the number of shares
+    for split, place in enumerate(places):
+        part[place * value_dim :][:value_dim] = 1.0 + 2 * split
     launch(
-        names_in(name)["_merge_kernel"], row // merged, part, part_lse, out, lse, *steps, rows, heads, seq_q, 2,
+        kernel, row // merged, part, part_lse, *shares, out, lse, *steps, rows, heads, seq_q, last,
         VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=4, num_warps=4,
     )  # fmt: skip
     offset = (batch - 1) * steps[0] + 64 * steps[1] + 64 * steps[2]

@@ -1,6 +1,7 @@
 """Backwards are right if several CTAs share the steps of a tile, with any number of CTAs. The host splits if it helps."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_memory import PoisonedMemory
 import stages
 from common import recording
 from common.checks import BOTTOM_RIGHT
+from common.kernels.order import L2_BUDGET, mean_keys
 from common.measure.counter import count
 from common.runtime import INTERPRETED, Device, interpreted_as
 
@@ -199,6 +201,43 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
         assert splits(126 * 11, 8, 1344, 1344, causal=True) == 1
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_key_tiles_are_split_as_after_a_full_search(name):
+    """The stage stops its search when more CTAs can only cost more. A search over all divisions finds the same."""
+    splits_of = names_in(name, "backward")["splits_of"]
+    names, wide, divides = splits_of.__globals__, is_wide(name), divides_heads(name)
+    width, keys = (256, 64) if wide else (128, 128)
+    start, sums = names["COSTS"] if wide else names["COSTS"][width]
+
+    def searched(tiles, heads_per_kv, seq_q, seq_k, causal, diagonal):
+        longest = -(-seq_q // 64) * heads_per_kv
+        mean = max(mean_keys(seq_k, seq_q, seq_q - seq_k + diagonal, keys) / 64, 1) * heads_per_kv
+
+        def time(shares, splits):
+            ctas, heads = shares * splits, heads_per_kv // shares
+            cost, added = (start, sums) if ctas > 1 else (0, 0)
+            most = -(-longest // ctas) + cost
+            waves = max(tiles * (mean + cost * ctas) / (132 * most), 1) if causal else -(-tiles * ctas // 132)
+            if divides and causal and heads > 1 and heads * seq_q * 8 * width > L2_BUDGET.value:
+                waves *= names["CROWDED"]
+            return (waves * most + tiles * added / 132) * (names["GAIN"] if ctas == 1 else 1)
+
+        shared = [(shares, 1) for shares in range(1, heads_per_kv + 1) if heads_per_kv % shares == 0] if divides else [(1, 1)]
+        ways = shared + [(shared[-1][0], splits) for splits in range(2, names["MAX_SPLITS"] + 1)]
+        return min(ways, key=lambda way: time(*way))
+
+    draw = random.Random(0)
+    for _ in range(2000):
+        seq_q, seq_k = (int(2 ** draw.uniform(0, 14)) for _ in range(2))
+        heads_per_kv, causal = draw.choice([1, 1, 2, 3, 8, 16]), draw.random() < 0.5
+        tiles = -(-seq_k // keys) * draw.choice([1, 2, 8, 16, 40])
+        diagonal = draw.choice([0, max(seq_k - seq_q, 0)]) if causal else 0
+        tile = () if wide else (width, 64)  # D, and the queries of a step
+        found = splits_of(tiles, heads_per_kv, seq_q, seq_k, *tile, causal, diagonal, 132)
+        shape = tiles, heads_per_kv, seq_q, seq_k, causal, diagonal
+        assert (found if divides else (1, found)) == searched(*shape), shape
 
 
 @pytest.mark.parametrize("name", [name for name in SPLITTING if shares_queries(name)])

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import LONG, available, names_in, once, taking_lengths
+from cases import LONG, available, names_in, once, taking_lengths, usual
 from test_lengths import Unread, on_device
 from test_memory import PoisonedMemory
 from torch.func import grad, vmap
@@ -29,9 +29,9 @@ EDGES = [
 NEIGHBOUR = (3, 70)  # a sequence of NaN
 
 
-@pytest.fixture(params=once(list(filter(stages.track, taking_lengths("starts"))), "forward"))
+@pytest.fixture(params=usual(once([name for name in taking_lengths("starts") if stages.track(name) == "lengths"], "forward")))
 def taking(request):
-    """A stage that takes packed sequences."""
+    """A stage that takes packed sequences. Other tracks and the newest stage import its forward."""
     return available(request.param)
 
 
@@ -153,8 +153,13 @@ def test_strides(taking):
     torch.testing.assert_close(negative, expected)
 
 
+LISTING = [name for name in taking_lengths("starts") if "list_tiles" in names_in(name)]  # other stages fall back to these
+LISTING = LISTING if LONG else LISTING[-1:]
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_the_list_has_every_tile_once_and_the_longest_first(taking, seed):
+@pytest.mark.parametrize("name", LISTING)
+def test_the_list_has_every_tile_once_and_the_longest_first(name, seed):
     """Starts may also lie outside of the tokens, or fall. Then the list still has only tiles inside of the tensors."""
     rng = random.Random(seed)
     tokens_q, tokens_k, sequences, causal = rng.randint(1, 900), rng.randint(1, 900), rng.randint(1, 9), seed % 2 == 0
@@ -162,7 +167,7 @@ def test_the_list_has_every_tile_once_and_the_longest_first(taking, seed):
     drawn = [[rng.randint(lowest, each + highest) for _ in range(sequences + 1)] for each in (tokens_q, tokens_k)]
     drawn = [sorted(each) for each in drawn] if seed < 15 else drawn
     q, k = (torch.empty(1, 1, each, 16) for each in (tokens_q, tokens_k))
-    listed = names_in(taking.__name__.removeprefix("stages."))["list_tiles"](Starts(*map(on_device, drawn)), q, k, 128, causal)
+    listed = names_in(name)["list_tiles"](Starts(*map(on_device, drawn)), q, k, 128, causal)
     (taken, number), entries = listed[0, :2].tolist(), listed[1:, :5].tolist()
     assert taken == 0 and number <= len(entries)
     spans = [[(min(max(a, 0), end), min(b, end)) for a, b in itertools.pairwise(each)]
@@ -350,12 +355,13 @@ def test_gradients_are_refused(taking, which):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts the interpreter's programs")
-def test_many_short_sequences_take_short_tiles(taking, monkeypatch):
+@pytest.mark.parametrize("name", LISTING)
+def test_many_short_sequences_take_short_tiles(name, monkeypatch):
     """Sequences of at most 128 queries on average take tiles of 128 queries, at D = 64."""
-    names, taken = names_in(taking.__name__.removeprefix("stages.")), []
+    stage, taken = available(name), []
     monkeypatch.setattr(recording, "is_watched", lambda: True)
-    listing = names["list_tiles"]
-    monkeypatch.setitem(taking.forward.__globals__, "list_tiles", lambda *args: taken.append(args[3]) or listing(*args))
+    listing = names_in(name)["list_tiles"]
+    monkeypatch.setitem(stage.forward.__globals__, "list_tiles", lambda *args: taken.append(args[3]) or listing(*args))
     for pairs in ([(300, 300), (5, 5)], [(300, 300)] + [(5, 5)] * 3):
-        check(taking, Packed(pairs))
+        check(stage, Packed(pairs))
     assert taken == [256, 128]

@@ -1,0 +1,18 @@
+"""Prepares packed sequences: a work tile says where its rows lie."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
+
+# Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
+# most a few in each step without a mask.
+SPILLED_BYTES = 328
+# Programs add to dQ, and to the dK and dV of a key tile that they share, in any order, unless
+# `torch.use_deterministic_algorithms` is on.
+UNORDERED = ("dq", "dk", "dv")
+
+attention = make_attention(__name__, forward, backward)

@@ -34,7 +34,7 @@ def _list_kernel(
     starts_q_ptr, starts_k_ptr, list_ptr, sequences, tokens_q, tokens_k, most,
     BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Write one sequence's query tiles to the list, behind those of all sequences that have more keys."""
+    """Write one sequence's query tiles to the list, behind the tiles of all sequences that have more keys."""
     own = tl.program_id(0)
     first_q, queries = _sequence(starts_q_ptr, own, sequences, tokens_q)
     first_k, keys = _sequence(starts_k_ptr, own, sequences, tokens_k)

@@ -45,7 +45,7 @@ class Tensors(NamedTuple):
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
-    out: tma.tensor_descriptor
+    out: tma.tensor_descriptor  # O's shape and strides, for `store_rows`
     out_ptr: gl.tensor  # pointer to O
     lse: gl.tensor  # pointer to [B, H, Sq]; with split keys, to [splits, B, H, Sq]
     part: gl.tensor | None  # pointer to the splits' O, [splits, B, H, Sq, VALUE_DIM]; None if keys are not split
@@ -156,9 +156,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     acc_layout: gl.constexpr = wgmma_layout(ROWS, VALUE_DIM)
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
-    # enough registers for Q. More consumers do not.
-    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, there is room for Q.
+    Q_IN_REGISTERS: gl.constexpr = HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
@@ -185,7 +184,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         s = _scores(q, ring, fill)
         last = start_m // PACKED + tile.diagonal  # the last key that the first row sees
         last = gl.where(idle, 2**30, last)  # without a visible key, the tile's maximum would be -inf, and P NaN
-        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, COPIED, CONSUMERS, PACKED, CAUSAL)
+        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, COPIED, PACKED, CAUSAL)
         fill += seen
 
         # The last P V is still in flight, and only O needs it. So all else that only a tile's end needs is computed meanwhile:

@@ -48,7 +48,7 @@ def _visible(s, start_n, tile, problem, last, COPIED: gl.constexpr, PACKED: gl.c
 @gluon.jit
 def _accumulate(
     acc, s, q, ring, fill, tiles, tile, problem, last, scale_log2,
-    COPIED: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
+    COPIED: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being
     computed.
@@ -75,24 +75,19 @@ def _accumulate(
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax. With two
-        # consumers, P V also runs during the first part of this consumer's softmax.
+        # Issue both matmuls at once, so that the tensor cores have work while the other consumer computes its softmax. P V also
+        # runs during the first part of this consumer's softmax.
         fill += 1
         slot, _ = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
         acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
-        if CONSUMERS == 2:
-            s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # more consumers keep the tensor cores busy, and have too few registers to wait for O later
-            s, acc = warpgroup_mma_wait(0, [s, acc])
-            mbarrier.arrive(ring.empty.index(slot), count=1)
+        s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * per_row(rescale, l_layout) + _sums(p)
-        if CONSUMERS == 2:
-            acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials
-            mbarrier.arrive(ring.empty.index(slot), count=1)
+        acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials
+        mbarrier.arrive(ring.empty.index(slot), count=1)
         acc = acc * per_row(rescale, acc_layout)
         m = m_new
         p = gl.convert_layout(p.to(ring.k.dtype), p_layout)

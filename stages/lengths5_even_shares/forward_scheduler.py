@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from common.kernels.hopper import ROWS
 
-SETUP = tl.constexpr(2)  # beginning and ending a head takes as long as so many more key tiles (measured on an H100)
+SETUP = tl.constexpr(2)  # beginning and ending a head takes about as long as this number of key tiles (fitted on an H100)
 
 
 class Problem(NamedTuple):
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A work tile: the query rows of one head, and those of their key tiles that are in a CTA's share."""
+    """A work tile: the query rows of one head, and its key tiles in a CTA's share."""
 
     batch_head: tl.tensor  # batch * H + head
     batch: tl.tensor
@@ -91,7 +91,7 @@ def _key(start_n, tile, problem, COPIED: tl.constexpr):
 
 @triton.jit
 def _tiles_of(keys, BLOCK_N: tl.constexpr):
-    """Return the number of key tiles of a head with so many keys. A sequence without keys loads a tile without using it."""
+    """Return how many key tiles a head with this number of keys has. A sequence without keys loads a tile without using it."""
     return tl.maximum(tl.cdiv(keys, BLOCK_N), 1)
 
 

@@ -1,10 +1,11 @@
-"""Examples of sequences of different lengths: a stage's results are those of SDPA, which gets each sequence alone or padded."""
+"""Examples of sequences of different lengths: a stage has the results of SDPA, which gets each sequence alone or padded."""
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import stages
+from common.runtime import DEVICE
 
 pytest.importorskip("transformers")
 
@@ -19,7 +20,8 @@ def test_a_batch_with_a_cache_chooses_the_tokens_of_each_sequence_alone(capsys):
     generate.main(["--tokens", "8"])
     said = capsys.readouterr().out
     assert said.endswith("choose the same tokens.\n")
-    assert all(f"{words!r}\n" in said for words in (" but it ", " to do: ")), "the text was not learned"
+    learned = (" but it ", " to do: ", *([" beginni"] if DEVICE == "cpu" else []))  # a GPU draws another model, which errs once
+    assert all(f"{words!r}\n" in said for words in learned), "the text was not learned"
 
 
 def sdpa_of_each(q, k, v, starts, _, *, causal, scale):
@@ -31,7 +33,7 @@ def sdpa_of_each(q, k, v, starts, _, *, causal, scale):
 
 
 def differences(gradients):
-    """Return how far the losses are from those of the padded batch if SDPA gets the packed sequences, rounded to float16."""
+    """Return how far the losses of the packed sequences, with SDPA rounded to float16, are from the padded batch's."""
     packed.register("packed", sdpa_of_each)
     found = packed.losses(STEPS, gradients)
     return [abs(one - other) for one, other in zip(*found.values(), strict=True)]
@@ -48,4 +50,4 @@ def test_a_model_learns_from_packed_sequences_as_from_the_padded_batch():
     """The last loss depends on two gradients. If sequences saw each other, losses would change by over 2e-3."""
     assert max(differences(True)) < 1e-3
     learned, unlearned = (packed.losses(STEPS, gradients)["packed"][-1] for gradients in (True, False))
-    assert learned < unlearned - 30 * packed.llama.RATE  # a GPU has a lower rate
+    assert learned < unlearned - packed.llama.RATE / 0.03  # 0.1 on the CPU; a GPU has a lower rate

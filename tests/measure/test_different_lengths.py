@@ -67,7 +67,7 @@ def test_tables_compare_with_the_newest_stage():
         for name, time in us.items()
     }
     record = {"batch": 1, "heads": 32, "kv_heads": 8, "capacity": 1024, "copy_us": 9.0, "us": us}
-    assert "0.90" in (found := decoding.table([record])) and "1.50" in found
+    assert "0.90" in (found := decoding.table([record])) and "1.50" in found and "pages of 16, × flash-3" in found
 
 
 @pytest.mark.parametrize("module", [packed, decoding])

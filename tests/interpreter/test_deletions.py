@@ -15,6 +15,7 @@ from cases import LONG, asked, available, by_functions, check, make_inputs, name
 from triton.runtime.interpreter import InterpreterError
 
 import stages
+from common.entry import Lengths
 from common.interpreter import schedule
 from common.runtime import INTERPRETED
 from common.show import story
@@ -40,6 +41,12 @@ PROBLEMS = [
     (200, 260, 256, 256, True, 1, 1, 1),
     (600, 1100, 64, 64, False, 2, 2, 1),
     (600, 1100, 64, 64, False, 2, 2, 10),
+]
+# The same with caches, for forwards that take lengths: k and v are [B, Hkv, capacity, D], and the last entry has the lengths.
+CACHES = [
+    (3, 500, 64, 64, True, 4, 2, 1, (500, 450, 0, 70, 1, 300)),
+    (1, 400, 128, 128, False, 8, 4, 1, (400, 10, 399, 129)),
+    (70, 260, 256, 256, True, 1, 1, 1, (260, 3, 200)),
 ]
 TICKETS = (60, 300, 16, 16, False, 1, 1, 1)
 SEEDS = range(12)
@@ -87,9 +94,13 @@ def statements(pattern):
 
 def inputs(problem):
     """Return q, k, v, the gradient of the output, and a dict of options."""
-    seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider = problem
-    tensors = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
-    return *tensors, {"causal": causal, "scale": wider * head_dim**-0.5}
+    seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider, *lengths = problem
+    batch = len(lengths[0]) if lengths else 1
+    tensors = make_inputs(seq_q, seq_k, head_dim, batch=batch, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
+    options = {"causal": causal, "scale": wider * head_dim**-0.5}
+    if lengths:
+        options["lengths"] = Lengths(torch.tensor(*lengths, dtype=torch.int32))
+    return *tensors, options
 
 
 def run(function, pass_, stage, problem, seed):
@@ -110,7 +121,8 @@ def test_a_deleted_statement_is_missed(name, pass_, file, index, tmp_path):
     lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
     with stages.changed(name, {file: "\n".join(lines)}, tmp_path) as package:
         changed, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
-        for seed, problem in itertools.product(SEEDS, PROBLEMS):
+        caches = CACHES if pass_ == "forward" and name in cases.taking_lengths() else []
+        for seed, problem in itertools.product(SEEDS, [*caches, *PROBLEMS]):
             try:
                 results = run(changed, pass_, stage, problem, seed)
             except InterpreterError as error:

@@ -43,6 +43,10 @@ def is_dead_end(name: str) -> bool:
     return place is not None and place[-1] != "" and not is_experiment(name)
 
 
+def _is_step(name: str) -> bool:
+    return not is_dead_end(name) and not is_experiment(name)
+
+
 def names() -> list[str]:
     """Return the directory names of all stages in order, dead ends after the stage that they branch off: ['v0_naive', …].
 
@@ -60,12 +64,12 @@ def names() -> list[str]:
 
 def line(track: str = TRUNK) -> list[str]:
     """Return the stages of the trunk, or of a track, in order, without dead ends and experiments."""
-    return [name for name in names() if position(name)[1] == track and not is_dead_end(name) and not is_experiment(name)]
+    return [name for name in names() if position(name)[1] == track and _is_step(name)]
 
 
 def tracks() -> list[str]:
     """Return the names of all tracks in order: ['decode', …]. Experiments make no track."""
-    return list(dict.fromkeys(name for name in map(track, names()) if name and line(name)))
+    return list(dict.fromkeys(track(name) for name in names() if track(name) and _is_step(name)))
 
 
 def newest() -> str:

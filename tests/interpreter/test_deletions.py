@@ -55,6 +55,7 @@ SEEDS = range(12)
 EVERY, SPREAD = 6, 60
 
 
+@functools.cache
 def changed_stages():
     """Return up to three stages that have changed, or else the last stage of a track."""
     return sorted(cases.changed(), key=stages.position)[:3] or [stages.line(track)[-1] for track in stages.tracks()][:1]

@@ -69,14 +69,9 @@ def asked() -> str | None:
     return stages.resolve(os.environ["TESTED"]) if os.environ.get("TESTED") else None
 
 
-def tested(every: bool = False) -> list[str]:
-    """Return the stages with which tests of an argument `stage` run, in order.
-
-    With `every`, these are all stages that have a pass unlike those of earlier stages. If long tests are asked for, these are
-    all stages.
-    """
-    distinct = {part.name for part in parts()} if every else in_full()
-    return [name for name in stages.names() if LONG or name in distinct]
+def tested() -> list[str]:
+    """Return the stages with which tests of an argument `stage` run, in order. If long tests are asked for, these are all."""
+    return [name for name in stages.names() if LONG or name in in_full()]
 
 
 def available(name: str):

@@ -72,8 +72,7 @@ def pytest_generate_tests(metafunc):
         names, values, *more = mark.args
         object.__setattr__(mark, "args", (names, [one for one in values if not _is_long(getattr(one, "marks", ()))], *more))
     if "stage" in metafunc.fixturenames and all(mark.args[0] != "stage" for mark in parametrized):
-        every = metafunc.definition.get_closest_marker("every_stage")
-        metafunc.parametrize("stage", cases.tested(every=bool(every)), indirect=True)
+        metafunc.parametrize("stage", cases.tested(), indirect=True)
     if "part" in metafunc.fixturenames:
         every = metafunc.definition.get_closest_marker("every_part")
         metafunc.parametrize("part", cases.parts() if every else cases.usual_parts(), ids=str, indirect=True)

@@ -5,7 +5,7 @@ Stand-ins replace the driver and the compiler. Each test starts a new process, b
 
 import programs
 import pytest
-from cases import LONG, in_full, taking_lengths, taking_pages, usual
+from cases import LONG, taking_lengths, taking_pages, tested
 
 import stages
 
@@ -108,7 +108,12 @@ def run(program, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("stage", [name for name in REPLAYED if LONG or name in in_full()])
+def of_tested(names):
+    """Return the stages of a list with which most tests run."""
+    return [name for name in names if name in tested()]
+
+
+@pytest.mark.parametrize("stage", of_tested(REPLAYED))
 def test_a_call_launches_what_its_function_does(stage):
     """A replayed call launches its function's binaries with the same arguments, in the same order and on the same stream.
 
@@ -272,7 +277,7 @@ assert repeated()
 """)
 
 
-@pytest.mark.parametrize("stage", [name for name in REPLAYED if LONG or name in in_full()])
+@pytest.mark.parametrize("stage", of_tested(REPLAYED))
 def test_new_lengths_do_not_go_through_triton(stage):
     """After a call has compiled the kernels, other lengths find them in the tables, whichever module they are in."""
     run(
@@ -410,7 +415,7 @@ except RuntimeError as error:
     )
 
 
-@pytest.mark.parametrize("stage", usual(taking_lengths("starts")))
+@pytest.mark.parametrize("stage", of_tested(taking_lengths("starts")))
 def test_a_replay_takes_the_starts_of_its_call(stage):
     """A replay passes the addresses of the starts on, also where one tensor is both."""
     run(
@@ -432,7 +437,7 @@ for call in range(8):
     )
 
 
-@pytest.mark.parametrize("stage", usual(taking_lengths()))
+@pytest.mark.parametrize("stage", of_tested(taking_lengths()))
 def test_a_replay_takes_the_lengths_of_its_call(stage):
     """A replay passes the address of the lengths on, and not the lengths of the recorded call."""
     run(
@@ -453,7 +458,7 @@ for call in range(8):
     )
 
 
-@pytest.mark.parametrize("stage", usual(taking_pages()))
+@pytest.mark.parametrize("stage", of_tested(taking_pages()))
 def test_a_replay_takes_the_table_of_its_call(stage):
     """A replay passes the address of the table on. Calls with a table and calls without one are of different kinds."""
     run(

@@ -283,7 +283,7 @@ def test_causal_may_be_aligned_bottom_right(part, turn):
     part.check(*make_inputs(seq_q, seq_k, **FEW | sizes), causal="bottom-right")
 
 
-@pytest.mark.every_stage
+@pytest.mark.parametrize("stage", cases.usual(stages.names()), indirect=True)
 def test_float32_aligned_bottom_right(stage):
     """For float32, a Hopper stage calls another stage. The other stage must get the scale and the diagonal."""
     inputs = make_inputs(7, 20, 16, torch.float32, batch=1, heads=2, kv_heads=1, value_dim=32)

@@ -5,7 +5,7 @@ A loop that ends one key too early or too late gives errors only for a few diago
 
 import pytest
 import torch
-from cases import LONG, Part, available, guessing, make_inputs, never_short, set_names
+from cases import LONG, Part, asked, available, guessing, make_inputs, never_short, set_names
 
 from common import recording
 from common.runtime import DEVICE
@@ -28,15 +28,13 @@ def check_diagonal(part, seq_q, diagonal, head_dim=16, dtype=torch.float16):
     part.check(*inputs, causal="bottom-right")
 
 
-@pytest.mark.parametrize("turn", range(3 if LONG or on_gpu else 2))
+@pytest.mark.parametrize("turn", range(3 if LONG or asked() or on_gpu else 1))
 def test_diagonals_next_to_the_edges_of_tiles(part, turn):
     """Each head dimension has its own tile sizes, and D = 256 its own kernels.
 
-    The interpreter's default run has D = 128 for every pass, and D = 16 or 256 in turn.
+    The interpreter's default run has one D for each pass, in turn. It has all for a stage that is asked for.
     """
-    if turn and not (LONG or on_gpu):
-        turn += part.place % 2
-    head_dim = (128, 256, 16)[turn]
+    head_dim = (128, 256, 16)[turn if LONG or asked() or on_gpu else part.place % 3]
     for seq_q, diagonal, of in NEXT_TO_EDGES:
         if of == head_dim:
             check_diagonal(part, seq_q, diagonal, head_dim)

@@ -78,7 +78,7 @@ WIDE_PROBLEMS = [  # the same kinds of problems, and numbers of splits
     ((300, 300, 256, 256, True, 2, 2, 1), 8),
     ((203, 150, 256, 64, True, 4, 1, 1), 3),
     ((150, 203, 128, 256, True, 5, 1, 1), 2),
-    ((140, 270, 256, 128, BOTTOM_RIGHT, 4, 1, 2), 3),
+    pytest.param((140, 270, 256, 128, BOTTOM_RIGHT, 4, 1, 2), 3, marks=pytest.mark.long),
     ((70, 300, 256, 256, BOTTOM_RIGHT, 1, 1, 2), 8),
     ((150, 270, 16, 256, False, 5, 1, 2), 2),
     ((113, 203, 256, 256, False, 8, 2, 1), 3),

@@ -78,6 +78,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("part", cases.parts() if every else cases.usual_parts(), ids=str, indirect=True)
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with tests of several ranks. At the end of a run, several test processes would share them, and each start ranks."""
+    items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_finish():
     """Let garbage collections skip the million objects of modules and tests, which stay until the end."""
     gc.freeze()

@@ -5,7 +5,7 @@ Stand-ins replace the driver and the compiler. Each test starts a new process, b
 
 import programs
 import pytest
-from cases import LONG, taking_lengths, taking_pages, tested
+from cases import taking_lengths, taking_pages, tested
 
 import stages
 

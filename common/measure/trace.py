@@ -63,14 +63,15 @@ class Trace:
     starts: list[int] = field(default_factory=list)  # the first row of each sequence in a head, if lengths differ
 
 
-def trace(stage, workload: Workload, gpu: Gpu = ONE_SM, lengths: Sequence[int] = ()) -> Trace:
+def trace(stage, workload: Workload, gpu: Gpu = ONE_SM, lengths: Sequence[int] = (), queries: int | None = None) -> Trace:
     """Record a forward or a backward of a stage, which is any object with these functions.
 
     Args:
-        gpu: determines the kernels' tiles and the number of persistent CTAs.
+        gpu: determines the kernels' tiles and the number of persistent CTAs, which are timed one after another.
         lengths: if not empty, the batch has a sequence of each of these lengths, in the place of the workload's batch.
+        queries: the number of queries of each sequence; None means as many as keys. With a number, the sequences are caches.
     """
-    workload, starts, batch = _batch(stage, workload, lengths) if lengths else (workload, [], {})
+    workload, starts, batch = _batch(stage, workload, lengths, queries) if lengths else (workload, [], {})
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype]):
         tracer = _Tracer({(workload.batch, workload.heads), (workload.batch, workload.kv_heads)})
         named = SimpleNamespace(**{name: tracer.naming(getattr(stage, name), names) for name, names in NAMES.items()})
@@ -80,22 +81,25 @@ def trace(stage, workload: Workload, gpu: Gpu = ONE_SM, lengths: Sequence[int] =
     return replace(tracer.trace(), starts=starts)
 
 
-def _batch(stage, workload: Workload, lengths: Sequence[int]) -> tuple[Workload, list[int], dict]:
-    """Lay out sequences of different lengths as the stage's pass takes them: packed if it can, else padded.
+def _batch(stage, workload: Workload, lengths: Sequence[int], queries: int | None) -> tuple[Workload, list[int], dict]:
+    """Lay out sequences of different lengths as the stage's pass takes them: packed if it can, else padded. Pad caches.
 
     Returns:
         The workload of the batch, the first row of each sequence in a head, and the argument that tells the pass the lengths. A
         pass that takes no lengths computes the padding too.
     """
     takes = inspect.signature(stage.forward if workload.pass_ == "fwd" else stage.backward).parameters
-    if "starts" in takes:
+    if "starts" in takes and queries is None:
         starts = [0, *itertools.accumulate(lengths)]
         on_device = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
         packed = replace(workload, batch=1, seq_len=starts[-1], kv_len=starts[-1])
         return packed, starts[:-1], {"starts": Starts(on_device, on_device)}
-    padded = replace(workload, batch=len(lengths), seq_len=max(lengths), kv_len=max(lengths))
+    longest, mask = max(lengths), {"causal": workload.causal}
+    padded = replace(workload, batch=len(lengths), seq_len=queries or longest, kv_len=longest, causal=False)
+    if workload.causal:
+        mask["diagonal"] = padded.kv_len - padded.seq_len
     keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    return padded, [0], {"lengths": Lengths(keys)} if "lengths" in takes else {}
+    return padded, [0], mask | ({"lengths": Lengths(keys)} if "lengths" in takes else {})
 
 
 class _Known:

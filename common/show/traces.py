@@ -2,6 +2,7 @@
 
     make trace STAGE=v2,v3   # needs no GPU; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
     make trace STAGE=lengths1,lengths2 ARGS="--lengths 10,70,200"   # a batch, padded and packed
+    make trace STAGE=lengths4,lengths5 ARGS="--lengths 64,1024,640 --queries 1 --sms 4"   # caches, shared out among four CTAs
 
 `common.measure.trace` records the accesses.
 """
@@ -9,7 +10,7 @@
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from matplotlib.collections import PatchCollection
@@ -19,7 +20,7 @@ from matplotlib.patches import Patch, Rectangle
 
 import stages
 from common.measure.options import add_list, command, list_of, one_of, positive, workloads_of
-from common.measure.trace import Trace, trace
+from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
 from common.show.results import PLOTS
 from common.show.tables import PASS_NAMES, mask
@@ -135,9 +136,15 @@ def _draw(axes, panel: Panel):
     axes.set_xlabel(panel.unit, fontsize=8)
 
 
-def draw(names: list[str], workload: Workload, path: Path, lengths: Sequence[int] = ()):
-    """Write a picture with a panel for each stage. Panels with the same unit have the same scale."""
-    panels = [accesses(name, trace(stages.load(name), workload, lengths=lengths)) for name in names]
+def draw(
+    names: list[str], workload: Workload, path: Path, lengths: Sequence[int] = (), queries: int | None = None, sms: int = 1
+):
+    """Write a picture with a panel for each stage. Panels with the same unit have the same scale.
+
+    `trace` explains `lengths` and `queries`. Persistent kernels have `sms` CTAs.
+    """
+    gpu = replace(ONE_SM, num_sms=sms)
+    panels = [accesses(name, trace(stages.load(name), workload, gpu, lengths, queries)) for name in names]
     heights = [max(1, len(panel.lanes)) * LANE + GAP for panel in panels]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained")
     grid = figure.subplots(len(names), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
@@ -150,7 +157,7 @@ def draw(names: list[str], workload: Workload, path: Path, lengths: Sequence[int
         handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="outside lower center", ncols=3, fontsize=8, frameon=False,
     )  # fmt: skip
-    tokens = ", ".join(map(str, lengths or [workload.seq_len]))
+    tokens = ", ".join(map(str, lengths or [workload.seq_len])) + (f", queries={queries}" if queries else "")
     figure.suptitle(
         f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask(workload.causal)}, S={tokens}, "
         f"H={workload.heads}, {workload.dtype}; recorded from the kernels; rows downwards",
@@ -171,12 +178,19 @@ def main(argv: list[str]):
         add_list(parser, f"--{name.replace('_', '-')}", default)
     lengths_help = "lengths of a batch's sequences, instead of --seq-len; lines show where sequences start"
     parser.add_argument("--lengths", type=list_of(positive), default=[], metavar="LIST", help=lengths_help)
+    queries_help = "with --lengths: each sequence is a cache, and has this many queries"
+    parser.add_argument("--queries", type=positive, metavar="N", help=queries_help)
+    sms_help = "number of SMs, each with one CTA of a persistent kernel; the model runs them one after another (default: 1)"
+    parser.add_argument("--sms", type=positive, default=1, metavar="N", help=sms_help)
     options = parser.parse_args(argv)
+    if options.queries and not options.lengths:
+        parser.error("--queries needs --lengths")
+    caches = f"-q{options.queries}" if options.queries else ""
     versions = "-".join(stages.version(name) for name in options.stage)
     for work in workloads_of(parser, **{name: getattr(options, name) for name in ("pass_", *shape)}):
         tokens = "-".join(map(str, options.lengths or [work.seq_len]))
-        path = TRACES / f"{versions}-{work.pass_}-d{work.head_dim}-{mask(work.causal)}-s{tokens}.png"
-        draw(options.stage, work, path, options.lengths)
+        path = TRACES / f"{versions}-{work.pass_}-d{work.head_dim}-{mask(work.causal)}-s{tokens}{caches}.png"
+        draw(options.stage, work, path, options.lengths, options.queries, options.sms)
         print(path)
 
 

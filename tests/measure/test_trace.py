@@ -1,6 +1,8 @@
 """A trace has each access of a pass, at the right place. The bytes of the accesses add up to the counter's bytes."""
 
 import bisect
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from cases import first_with
@@ -81,6 +83,19 @@ def test_packed_tiles_stay_in_their_sequence_and_the_longest_comes_first():
         assert kind == "write" or sequences == sorted(sequences, key=[2, 3, 1].index), "the longest is not the first"
     assert traces.accesses("lengths2", packed).borders["O"] == [start / 470 for start in starts]
     assert traces.accesses("lengths1", padded).borders["O"] == [head / 3 for head in range(3)]
+
+
+def test_ctas_share_caches_out_evenly():
+    """Two queries of four caches. Each CTA of lengths4 takes heads, and each of lengths5 equally many key tiles."""
+    lengths, gpu = [64, 1024, 320, 640], replace(ONE_SM, num_sms=4)
+    for name, shared in (("lengths1", False), ("lengths4", False), ("lengths5", True)):
+        recorded = trace(stages.load(name), work("fwd", heads=1), gpu, lengths, queries=2)
+        assert (recorded.tensors["Q"], recorded.tensors["K"]) == ((4, 2, 64), (4, 1024, 64))
+        read = Counter(a.program for a in recorded.accesses if a.tensor == "K")
+        assert all(last < lengths[sequence] for sequence, _, last in places(recorded, "read", "K"))
+        assert len(read) == 4 and (max(read.values()) - min(read.values()) <= 4) == shared, read
+    none = trace(stages.load("v3"), work("fwd", heads=1), gpu, lengths, queries=2)
+    assert max(last for _, _, last in places(none, "read", "K")) == 1023, "all queries see the last keys"
 
 
 def test_the_command_draws_a_lane_for_each_tensor(tmp_path, monkeypatch, capsys):

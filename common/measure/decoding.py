@@ -1,6 +1,7 @@
 """Measure a decoding loop: every step, each sequence has one more key in its cache, and one query attends to all of them.
 
     python -m common.measure.decoding results/decoding-loop-h100.json   # on a Hopper GPU
+    python -m common.measure.decoding --stage lengths5,lengths3 steps.json   # two stages
 
 The lengths stay on the device, and a step adds 1 to them there. Steps are timed one after the other, launched one by one and as
 a CUDA graph that was captured once. A step writes nothing to the cache, since all implementations would do so alike.
@@ -13,7 +14,7 @@ import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tabulate import tabulate
@@ -24,7 +25,7 @@ import stages
 from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES
-from common.measure.options import command, write_json
+from common.measure.options import add_list, command, write_json
 from common.measure.progress import Progress
 from common.measure.timing import GpuTimer, copy_gbps, host_seconds, seconds_of_row
 from common.runtime import DEVICE
@@ -39,16 +40,20 @@ ROUNDS = 3  # loops of each implementation
 FEWER = 100  # steps of a loop, at most, with pages
 
 
-def implementations(q, k, v, lengths, table=None) -> dict[str, Callable]:
+def implementations(q, k, v, lengths, table=None, names: Sequence[str] = ()) -> dict[str, Callable]:
     """Return a function for each implementation that attends to the caches k and v [B, S, Hkv, D], up to `lengths`.
 
     With a `table`, they lie in pages, [pages, page size, Hkv, D]. SDPA takes no lengths on the device, and no pages. It attends
-    to the whole caches, which it would have to slice on the host.
+    to the whole caches, which it would have to slice on the host. `names` are those of stages; without any, the newest.
     """
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    own = stages.load("newest").attention
     keys = heads_first[1:] if table is None else (k, v)
-    found = {stages.newest(): functools.partial(own, heads_first[0], *keys, cache_seqlens=lengths, page_table=table)}
+    options = {"cache_seqlens": lengths, "page_table": table}
+    found = {
+        name: functools.partial(stages.load(name).attention, heads_first[0], *keys, **options)
+        for name in names or [stages.newest()]
+        if table is None or getattr(stages.load(name), "PAGES", False)
+    }
     if "flash-3" in BASELINES:
         flash = functools.partial(torch.ops.flash_attn_3.fwd, seqused_k=lengths, page_table=table, num_splits=0)
         found["flash-3"] = functools.partial(flash, q, k, v)
@@ -71,7 +76,7 @@ def graph_of(step: Callable) -> Callable:
     return graph.replay
 
 
-def measure(batch: int, heads: int, capacity: int, copy_rate: float) -> dict:
+def measure(batch: int, heads: int, capacity: int, copy_rate: float, names: Sequence[str] = ()) -> dict:
     """Return the record of a case: for each implementation, the µs of a step, in a graph and one by one, and of the host.
 
     A copy moves `copy_rate` bytes per second, read and written. `copy_us` is how long that takes for a step's bytes.
@@ -85,7 +90,7 @@ def measure(batch: int, heads: int, capacity: int, copy_rate: float) -> dict:
     keys = capacity - (steps - 1) / 2  # of a sequence, on average
     record = {"batch": batch, "heads": heads, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": capacity, "steps": steps}
     record |= {"dtype": "bfloat16", "copy_us": round(batch * keys * key_bytes / copy_rate * 1e6, 2), "us": {}}
-    for name, attend in implementations(q, k, v, lengths).items():
+    for name, attend in implementations(q, k, v, lengths, names=names).items():
 
         def step(attend=attend):
             lengths.add_(1)
@@ -112,7 +117,7 @@ def measure(batch: int, heads: int, capacity: int, copy_rate: float) -> dict:
     for page in PAGES:
         table = torch.randperm(batch * capacity // page, generator=generator, device="cuda").int().view(batch, -1)
         paged = [tensor.view(-1, page, *tensor.shape[2:]) for tensor in (k, v)]
-        for name, attend in implementations(q, *paged, lengths, table).items():
+        for name, attend in implementations(q, *paged, lengths, table, names).items():
             for _ in range(3):
                 attend()
             replay = graph_of(attend)
@@ -149,6 +154,7 @@ def table(records: list[dict]) -> str:
 def main(argv: list[str]):
     """Run the command line."""
     parser = command("common.measure.decoding", __doc__, "the JSON file to write")
+    add_list(parser, "--stage", "newest")
     options = parser.parse_args(argv)
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.decoding {reason}")
@@ -158,7 +164,7 @@ def main(argv: list[str]):
     with Progress(len(cases)) as bar:
         for number, (batch, heads, capacity) in enumerate(cases, start=1):
             bar.begin(f"{number} of {len(cases)}, B={batch}, {heads} heads, {capacity} keys")
-            records.append(measure(batch, heads, capacity, copy_rate))
+            records.append(measure(batch, heads, capacity, copy_rate, options.stage))
             write_json(options.file, {"machine_info": facts, "records": records})
             torch.cuda.empty_cache()
             bar.update(1)

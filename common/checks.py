@@ -10,6 +10,7 @@ from common.runtime import DEVICE, INTERPRETED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
+EIGHT_BITS = torch.float8_e4m3fn  # the dtype of k and v in an 8-bit cache
 SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless the scale is 0
 SMALLEST_PAGE = 16  # a page holds a power of two of keys, at least this many
 BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this text
@@ -64,10 +65,10 @@ def _check_dense(name: str, tensor):
         raise TypeError(f"{name} must be a dense tensor (layout torch.strided), got {got}")
 
 
-def _checked_shapes(q, k, v, dimensions: str, of_keys: str | None = None) -> list[tuple]:
+def _checked_shapes(q, k, v, dimensions: str, of_keys: str | None = None, eight: bool = False) -> list[tuple]:
     """Return the shapes of q, k and v, which must have these `dimensions`, or k and v those `of_keys`.
 
-    Raise as `check_inputs` does.
+    Raise as `check_inputs` does. With `eight`, k and v must have 8 bits, and q 16.
     This checks each tensor by itself, and leaves out how the shapes depend on each other.
     """
     shapes, of_keys = [], of_keys or dimensions
@@ -76,12 +77,16 @@ def _checked_shapes(q, k, v, dimensions: str, of_keys: str | None = None) -> lis
         shape = tuple(tensor.shape)
         if len(shape) != (number := needed.count(",") + 1):
             raise ValueError(f"{name} must have {number} dimensions {needed}, got {len(shape)}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+        if eight and name != "q":
+            if tensor.dtype != EIGHT_BITS:
+                raise TypeError(f"{name} must be {EIGHT_BITS}, as the other of k and v is, got {tensor.dtype}")
+        elif tensor.dtype not in DTYPES[: 2 if eight else 3]:
+            needed = "float16 or bfloat16, with k and v in 8 bits" if eight else "float16, bfloat16 or float32"
+            raise TypeError(f"{name} must be {needed}, got {tensor.dtype}")
         if 0 in shape:
             raise ValueError(f"{name} must not have a dimension of 0, got {shape}")
         shapes.append(shape)
-    if not q.dtype == k.dtype == v.dtype:
+    if not eight and not q.dtype == k.dtype == v.dtype:
         name, other = ("k", k) if k.dtype != q.dtype else ("v", v)
         raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {other.dtype}")
     if not (device := q.device) == k.device == v.device:
@@ -103,12 +108,12 @@ def _check_groups(heads: int, kv_heads: int):
         raise ValueError(f"the heads of q must be a multiple of the heads of k and v: got {heads} and {kv_heads}")
 
 
-def check_inputs(q, k, v):
-    """Raise ValueError or TypeError for wrong inputs, before any kernel runs.
+def check_inputs(q, k, v, eight: bool = False):
+    """Raise ValueError or TypeError for wrong inputs, before any kernel runs. With `eight`, k and v must have 8 bits.
 
     The message names the argument, its value and the valid values. Every call makes these checks, so they must be fast.
     """
-    of_q, of_k, of_v = _checked_shapes(q, k, v, "[batch, heads, sequence, head_dim]")
+    of_q, of_k, of_v = _checked_shapes(q, k, v, "[batch, heads, sequence, head_dim]", eight=eight)
     if (of_k[0], of_k[3]) != (of_q[0], of_q[3]):
         needed = "[batch, kv_heads, Sk, head_dim] with the batch and head_dim of q"
         raise ValueError(f"k must be {needed}: q {of_q}, k {of_k}")
@@ -134,10 +139,10 @@ def check_cache_seqlens(cache_seqlens, q):
         raise ValueError(f"cache_seqlens must have the shape {needed}, got {tuple(cache_seqlens.shape)}")
 
 
-def check_paged(q, k, v, page_table):
+def check_paged(q, k, v, page_table, eight: bool = False):
     """Raise ValueError or TypeError for wrong inputs of a cache in pages, as `check_inputs` does. No values are read."""
     of_pages = "[pages, page_size, kv_heads, head_dim]"
-    of_q, of_k, of_v = _checked_shapes(q, k, v, "[batch, heads, sequence, head_dim]", of_pages)
+    of_q, of_k, of_v = _checked_shapes(q, k, v, "[batch, heads, sequence, head_dim]", of_pages, eight)
     if of_k[3] != of_q[3]:
         raise ValueError(f"with page_table, k must be {of_pages} with the head_dim of q: q {of_q}, k {of_k}")
     if of_v[:3] != of_k[:3]:
@@ -150,6 +155,22 @@ def check_paged(q, k, v, page_table):
     if page_table.dim() != 2 or page_table.shape[0] != of_q[0] or page_table.shape[1] < 1:
         needed = f"({of_q[0]}, pages of a sequence), with a row for each sequence of q"
         raise ValueError(f"page_table must have the shape {needed}, got {tuple(page_table.shape)}")
+
+
+def check_descales(q, k, k_descale, v_descale, kv_heads: int):
+    """Raise ValueError or TypeError for wrong `k_descale` and `v_descale`, as `check_inputs` does. No values are read."""
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if descale is None:
+            continue
+        if k.dtype != EIGHT_BITS:
+            raise TypeError(f"{name} needs k and v in {EIGHT_BITS}, got {k.dtype}")
+        _check_dense(name, descale)
+        if descale.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {descale.dtype}")
+        if descale.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {descale.device}")
+        if tuple(descale.shape) != (needed := (q.shape[0], kv_heads)):
+            raise ValueError(f"{name} must have the shape {needed}, [batch, kv_heads], got {tuple(descale.shape)}")
 
 
 def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k):

@@ -32,6 +32,13 @@ class Starts(NamedTuple):
     keys: Tensor
 
 
+class Descales(NamedTuple):
+    """The factors of a cache in 8 bits, as tensors on the device: the keys of a head are k times its factor."""
+
+    k: Tensor | None  # [B, Hkv], float32, contiguous; None for 1
+    v: Tensor | None  # likewise
+
+
 class Unavailable(RuntimeError):
     """A stage cannot run here. The message says why, and what to do or which stage to use instead."""
 

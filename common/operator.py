@@ -11,7 +11,9 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from common.checks import (
+    EIGHT_BITS,
     check_cache_seqlens,
+    check_descales,
     check_inputs,
     check_packed,
     check_paged,
@@ -19,7 +21,7 @@ from common.checks import (
     checked_flag,
     checked_scale,
 )
-from common.entry import Lengths, Starts, autocast_device, entry
+from common.entry import Descales, Lengths, Starts, autocast_device, entry
 from common.layout import empty_rows
 
 OF_SDPA = {  # arguments of PyTorch's scaled_dot_product_attention that a user may try
@@ -39,14 +41,12 @@ _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator
 
 
 def autocast(*tensors) -> tuple:
-    """If autocast is on, cast floating-point tensors except float64 to its dtype, as PyTorch does."""
+    """If autocast is on, cast floating-point tensors to its dtype, as PyTorch does, except float64 and those of 8 bits."""
     device = autocast_device(tensors[0])
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and 1 < t.itemsize < 8 else t for t in tensors)
 
 
 def _unwatched(*tensors: Tensor) -> bool:
@@ -219,7 +219,7 @@ def _differentiable(
             addend = (weight * mean_key).to(dq.dtype)
             dq = dq + (addend.masked_fill(weight == 0, 0) if starts else addend)  # mean_key may be NaN outside of sequences
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, *[None] * 7
 
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
@@ -249,7 +249,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             `kernel_evolution::{name}_backward`.
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`, or with another argument `lengths=None`, a `Lengths`.
             With lengths, `diagonal` is 0, and a causal mask is aligned to each length: the last query sees all keys. A forward
-            that takes packed sequences has a third argument, `starts=None`, a `Starts`.
+            that takes packed sequences has another argument, `starts=None`, a `Starts`, and one that takes caches in 8 bits has
+            `descales=None`, a `Descales` if k and v have 8 bits.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`, or with another argument
             `starts=None`, if packed sequences have gradients. Both functions take tensors as `common.entry` lays them out, and
             `causal` as a bool. If `causal` is True, query i sees key j only if j <= i + diagonal. The diagonal is 0 or Sk - Sq,
@@ -257,6 +258,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     """
     name = package.rpartition(".")[2]
     takes_lengths = "lengths" in inspect.signature(forward).parameters
+    takes_eight_bits = "descales" in inspect.signature(forward).parameters
     takes_pages = getattr(sys.modules[package], "PAGES", False)
     sys.modules[package].attention_varlen = _make_varlen(package, forward, backward)
     forward, backward = entry(forward), entry(backward)
@@ -264,15 +266,19 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def run_forward(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int,
         cache_seqlens: Tensor | None = None, page_table: Tensor | None = None,
+        k_descale: Tensor | None = None, v_descale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
         if page_table is not None:
             k, v, page_table = k.transpose(1, 2), v.transpose(1, 2), page_table.contiguous()
         if cache_seqlens is not None:
             options["lengths"] = Lengths(cache_seqlens.contiguous(), page_table)  # vmap may give any stride
+        if k.dtype == EIGHT_BITS:
+            descales = (each if each is None else each.contiguous() for each in (k_descale, v_descale))
+            options["descales"] = Descales(*descales)
         return forward(q, k, v, **options)
 
-    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None, page_table=None):
+    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None, page_table=None, k_descale=None, v_descale=None):
         return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
@@ -291,7 +297,10 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         name, ("forward", "backward"), 3, run_forward, fake_forward, run_backward, fake_backward, check, _under_vmap
     )
 
-    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, cache_seqlens=None, page_table=None, **others):
+    def attention(
+        q, k, v, *, causal=False, scale=None, return_lse=False, cache_seqlens=None, page_table=None, k_descale=None,
+        v_descale=None, **others,
+    ):  # fmt: skip
         """Compute exact attention, softmax(scale · q kᵀ) v. The result is differentiable in q, k and v.
 
         The gradients cannot be differentiated again. `grad`, `vjp`, `jacrev` and `vmap` of `torch.func` work. Under
@@ -322,6 +331,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
                 and Sk is N * page_size. Page number page_table[b, n] has the keys n * page_size to (n + 1) * page_size - 1 of
                 sequence b. Sequences may share pages. The numbers of pages wholly behind a sequence may be anything. Any other
                 number that no page has counts as a page of zeros. The host never reads the table.
+            k_descale: the factors of a cache in 8 bits, [B, Hkv], float32, positive, on the device of q; None for 1. Then k and
+                v are in float8_e4m3fn, q is in float16 or bfloat16, and a head's keys are k times its factor.
+            v_descale: the factors of v, likewise. Where sequences share a page, each uses its own factors.
 
         Returns:
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.
@@ -330,21 +342,28 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested; or there are `others`, such as
                 SDPA's `attn_mask`.
             ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid; or
-                `cache_seqlens` are missing beside a `page_table`.
+                `cache_seqlens` are missing beside a `page_table` or 8-bit k and v.
             NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`); or there are
-                `cache_seqlens` or a `page_table`, and the stage takes none, or an input requires gradients.
+                `cache_seqlens`, a `page_table` or 8-bit k and v, and the stage takes none, or an input requires gradients.
         """
         for other in others:
             raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
         q, k, v = autocast(q, k, v)
+        eight = EIGHT_BITS in (getattr(k, "dtype", None), getattr(v, "dtype", None))
+        if eight and not takes_eight_bits:
+            raise NotImplementedError(f"{name} takes no k and v in 8 bits; the last stage of the track `lengths` does")
+        if eight and cache_seqlens is None:
+            raise ValueError("k and v in 8 bits need cache_seqlens, the numbers of keys of each sequence in the cache")
         if page_table is None:
-            check_inputs(q, k, v)
+            check_inputs(q, k, v, eight)
         elif cache_seqlens is None:
             raise ValueError("page_table needs cache_seqlens, the numbers of keys in the pages of each sequence")
         elif not takes_pages:
             raise NotImplementedError(f"{name} takes no page_table; the last stage of the track `lengths` does")
         else:
-            check_paged(q, k, v, page_table)
+            check_paged(q, k, v, page_table, eight)
+        if k_descale is not None or v_descale is not None:
+            check_descales(q, k, k_descale, v_descale, k.shape[1 if page_table is None else 2])
         differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if cache_seqlens is not None:
             if not takes_lengths:
@@ -356,9 +375,10 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         causal, diagonal = checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
         return_lse = checked_flag("return_lse", return_lse)
         function = forward_op
-        if _unwatched(q, k, v, *(each for each in (cache_seqlens, page_table) if each is not None)):
+        cached = cache_seqlens, page_table, k_descale, v_descale
+        if _unwatched(q, k, v, *(each for each in cached if each is not None)):
             function = short_cut if differentiable else run_forward
-        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, cache_seqlens, page_table)
+        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, *cached)
         return (out, lse) if return_lse else out
 
     attention.__module__, attention.__qualname__ = package, "attention"  # pickle finds the function by these names

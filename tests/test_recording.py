@@ -481,6 +481,32 @@ for call in range(8):
     )
 
 
+@pytest.mark.parametrize("stage", taking_lengths("descales"))
+def test_a_replay_takes_the_factors_of_its_call(stage):
+    """A replay passes the addresses of the factors on. Calls with one factor, two and none are of different kinds."""
+    run(
+        """
+from common.eight_bits import quantized
+from common.entry import Descales, Lengths
+stage = stages.load(sys.argv[1])
+forward, kept, lengths = entry(stage.forward), [], Lengths(torch.zeros(2, dtype=torch.int32))
+q, k, v = problem(batch=2)
+eight = q, quantized(k)[0], quantized(v)[0]
+for call in range(8):
+    kept += [torch.ones(2, k.shape[1]) for _ in range(2)]
+    descales = Descales(*kept[-2:])
+    expected = launched(stage.forward, *eight, **OPTIONS, lengths=lengths, descales=descales)
+    assert launched(forward, *eight, **OPTIONS, lengths=lengths, descales=descales) == expected
+    assert repeated() == (call >= 2)
+    given = [*map(address, launches[0].args)]
+    assert [given.count(each.data_ptr()) for each in kept] == [0] * 2 * call + [1, 1]
+    launched(forward, *eight, **OPTIONS, lengths=lengths, descales=Descales(kept[-1], None))  # a call of another kind
+    assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept[:-1])
+""",
+        stage,
+    )
+
+
 def test_recordings_are_small():
     """Recordings keep no tensor, and a function keeps a limited number of recordings (here five)."""
     run("""

@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ("common/**/*.py", "stages/**/*.py", "bench.py", "examples/**/*.py")
 ORDER = (  # a package imports only from itself and from packages before it in this list
     "common.interpreter", "common.runtime", "common.layout", "common.launching", "common.recording", "common.entry",
-    "common.checks", "common.operator", "common.kernels", "common.ring", "stages", "common.measure", "common.show",
-    "common.site", "bench", "examples",
+    "common.checks", "common.eight_bits", "common.operator", "common.kernels", "common.ring", "stages", "common.measure",
+    "common.show", "common.site", "bench", "examples",
 )  # fmt: skip
 
 

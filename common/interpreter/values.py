@@ -14,7 +14,9 @@ import triton.language as tl
 from .schedule import now
 
 _NAMES = "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"
-_TORCH = {tl.int1: torch.bool} | {getattr(tl, name): getattr(torch, name) for name in _NAMES}
+_TORCH = {tl.int1: torch.bool, tl.float8e4nv: torch.float8_e4m3fn} | {
+    getattr(tl, name): getattr(torch, name) for name in _NAMES
+}
 _TRITON = {in_torch: in_triton for in_triton, in_torch in _TORCH.items()}
 
 

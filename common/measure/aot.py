@@ -35,8 +35,8 @@ from triton.runtime.errors import AutotunerError
 
 import stages
 from common.checks import SMALLEST_PAGE
-from common.entry import Lengths, Starts
-from common.measure.options import PACKED, PAGES, add_list, command, json_path, list_of, one_of, single, write_json
+from common.entry import Descales, Lengths, Starts
+from common.measure.options import EIGHT_BITS, PACKED, PAGES, add_list, command, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -169,6 +169,12 @@ def _compile_case(case: dict) -> list[dict]:
             return [case | {"reason": f"takes no {argument}"}]
         numbers = torch.empty(BATCH + packed, dtype=torch.int32, device="meta")
         options |= {"starts": Starts(numbers, numbers)} if packed else {"lengths": Lengths(numbers)}
+        if case["lengths"] == EIGHT_BITS:
+            if "descales" not in inspect.signature(stage.forward).parameters:
+                return [case | {"reason": "takes no 8 bits"}]
+            k, v = (each.to(torch.float8_e4m3fn) for each in (k, v))
+            descale = torch.empty(BATCH, case["kv_heads"], device="meta")
+            options["descales"] = Descales(descale, descale)
         if case["lengths"] == PAGES:
             if not getattr(stage, "PAGES", False):
                 return [case | {"reason": "takes no pages"}]
@@ -206,8 +212,8 @@ def compile_cases(cases: list[dict]) -> list[dict]:
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`),
-            value_dim (None means head_dim) and lengths (whether each sequence has a length; `PACKED` if they are packed, and
-            `PAGES` if they lie in pages).
+            value_dim (None means head_dim) and lengths (whether each sequence has a length; `PACKED` if they are packed,
+            `PAGES` if they lie in pages, and `EIGHT_BITS` if k and v have 8 bits).
 
     Returns:
         Records in the order of the cases. A record is its case's dict with more keys. A row, for a kernel, has those of

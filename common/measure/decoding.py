@@ -11,6 +11,7 @@ that have as many keys together. At last, full caches lie in pages of `PAGES` ke
 """
 
 import functools
+import inspect
 import itertools
 import statistics
 import sys
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import stages
+from common.checks import EIGHT_BITS
+from common.eight_bits import quantized
 from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES
@@ -44,7 +47,8 @@ def implementations(q, k, v, lengths, table=None, names: Sequence[str] = ()) -> 
     """Return a function for each implementation that attends to the caches k and v [B, S, Hkv, D], up to `lengths`.
 
     With a `table`, they lie in pages, [pages, page size, Hkv, D]. SDPA takes no lengths on the device, and no pages. It attends
-    to the whole caches, which it would have to slice on the host. `names` are those of stages; without any, the newest.
+    to the whole caches, which it would have to slice on the host. `names` are those of stages; without any, the newest. A stage
+    that takes 8 bits has a second function, with caches that are quantized here.
     """
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     keys = heads_first[1:] if table is None else (k, v)
@@ -54,12 +58,28 @@ def implementations(q, k, v, lengths, table=None, names: Sequence[str] = ()) -> 
         for name in names or [stages.newest()]
         if table is None or getattr(stages.load(name), "PAGES", False)
     }
+    for name in [name for name in found if "descales" in inspect.signature(stages.load(name).forward).parameters]:
+        if table is None:  # a head's factor is that of a sequence
+            (k8, k_descale), (v8, v_descale) = map(in_eight_bits, keys)
+            factors = {"k_descale": k_descale, "v_descale": v_descale}
+            call = stages.load(name).attention
+            found[f"{name}, 8 bits"] = functools.partial(call, heads_first[0], k8, v8, **options, **factors)
     if "flash-3" in BASELINES:
         flash = functools.partial(torch.ops.flash_attn_3.fwd, seqused_k=lengths, page_table=table, num_splits=0)
         found["flash-3"] = functools.partial(flash, q, k, v)
     if table is None:
         found["sdpa, whole"] = functools.partial(scaled_dot_product_attention, *heads_first, enable_gqa=True)
     return found
+
+
+def in_eight_bits(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `quantized(cache)`, [B, Hkv, S, D], in the memory order of the cache; a sequence at a time, to save memory."""
+    eight, factors = torch.empty_like(cache, dtype=EIGHT_BITS), cache.new_empty(cache.shape[:2], dtype=torch.float32)
+    for number in range(len(cache)):
+        found, factor = quantized(cache[number : number + 1])
+        eight[number].copy_(found[0])
+        factors[number].copy_(factor[0])
+    return eight, factors
 
 
 def spread(batch: int, capacity: int) -> tuple[Tensor, Tensor]:

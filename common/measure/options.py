@@ -90,7 +90,7 @@ def json_path(text: str) -> Path:
 
 HEAD_DIM = one_of(HEAD_DIMS)
 YES_NO = one_of({"no": False, "yes": True})
-PACKED, PAGES = "packed", "pages"
+PACKED, PAGES, EIGHT_BITS = "packed", "pages", "8-bit"
 
 LISTS = {  # option that takes a list -> (function that converts an item, help text)
     "--stage": (stages.resolve, "such as v3"),
@@ -101,8 +101,9 @@ LISTS = {  # option that takes a list -> (function that converts an item, help t
     "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: the head dimension)"),
     "--causal": (YES_NO, "no, yes"),
     "--lengths": (
-        one_of({"no": False, "yes": True, PACKED: PACKED, PAGES: PAGES}),
-        "no, yes: each sequence has its own length, packed: and all follow each other, pages: and lies in pages of 16 keys",
+        one_of({"no": False, "yes": True, PACKED: PACKED, PAGES: PAGES, EIGHT_BITS: EIGHT_BITS}),
+        "no, yes: each sequence has its own length, packed: and all follow each other, pages: and lies in pages of 16 keys, "
+        "8-bit: and k and v have 8 bits",
     ),
     "--dtype": (one_of(DTYPES.keys()), ", ".join(DTYPES)),
 }

@@ -35,8 +35,8 @@ def _copy(desc, buffers, slot, barrier, batch, start_n, tile, problem):
         where = [batch, tile.kv_head, _key(start_n, tile, problem, COPIED), 0]
         tma.async_copy_global_to_shared(desc, where, barrier, buffers.index(slot))
     else:
-        # In shared memory, a matrix lies in blocks of 64 columns. A copy fills some rows of a block. The loop's bound is no
-        # constant, because the compiler would unroll the loop, and a producer has few registers.
+        # In shared memory, a matrix lies in blocks that hold 128 bytes of each row. A copy fills some rows of a block. The
+        # loop's bound is no constant, because the compiler would unroll the loop, and a producer has few registers.
         COLUMNS: gl.constexpr = desc.block_shape[3]
         BLOCKS: gl.constexpr = buffers.shape[4] // COLUMNS
         PARTS: gl.constexpr = BLOCK_N // COPIED

@@ -5,6 +5,7 @@ If a test finds no error, delete the statement from the stage, or add a problem 
 
 import functools
 import importlib
+import inspect
 import itertools
 import re
 
@@ -15,7 +16,8 @@ from cases import LONG, asked, available, by_functions, check, make_inputs, name
 from triton.runtime.interpreter import InterpreterError
 
 import stages
-from common.entry import Lengths
+from common.eight_bits import quantized
+from common.entry import Descales, Lengths
 from common.interpreter import schedule
 from common.runtime import INTERPRETED
 from common.show import story
@@ -109,6 +111,9 @@ def run(function, pass_, stage, problem, seed):
     schedule.restart_seeds(seed)
     torch.manual_seed(0)
     q, k, v, grad_out, options = inputs(problem)
+    if "lengths" in options and "descales" in inspect.signature(function).parameters:
+        (k, k_descale), (v, v_descale) = quantized(k), quantized(v)
+        options["descales"] = Descales(k_descale, v_descale)
     if pass_ == "forward":
         return function(q, k, v, **options)
     return function(grad_out, q, k, v, *stage.forward(q, k, v, **options), **options)

@@ -11,6 +11,7 @@ import pytest
 
 import stages
 
+CACHED = "cache_seqlens", "page_table", "k_descale", "v_descale"  # arguments that describe a cache
 PARTS = ("forward", "backward")
 
 
@@ -36,10 +37,10 @@ def test_a_stage_exports_the_contract(module):
         name: list(inspect.signature(getattr(module, name)).parameters)
         for name in ("attention", "attention_varlen", "forward", "backward")
     }
-    lengths = [name for name in arguments["forward"][-2:] if name in ("lengths", "starts")]
+    lengths = [name for name in arguments["forward"][-3:] if name in ("lengths", "starts", "descales")]
     starts = ["starts"] if arguments["backward"][-1] == "starts" else []
     assert arguments == {
-        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "cache_seqlens", "page_table", "others"],
+        "attention": ["q", "k", "v", "causal", "scale", "return_lse", *CACHED, "others"],
         "attention_varlen": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "causal", "scale", "return_lse"],
         "forward": ["q", "k", "v", "causal", "scale", "diagonal", *lengths],
         "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal", *starts],

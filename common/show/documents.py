@@ -1,6 +1,5 @@
 """Write the generated parts of the documents, from the committed results. `make readme` runs this module."""
 
-import argparse
 import ast
 import difflib
 import functools
@@ -252,7 +251,7 @@ def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
     description = "Rewrite the generated parts of the documents from results/, or print the tables of one file."
-    parser = argparse.ArgumentParser(prog="python -m common.show.documents", description=description)
+    parser = terminal.Parser(prog="python -m common.show.documents", description=description)
     parser.add_argument("file", type=Path, nargs="?", help="a saved run or another file of results/, whose tables are printed")
     options = parser.parse_args(argv)
     if options.file:

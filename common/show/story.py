@@ -6,7 +6,6 @@ python -m common.show.story --track decode   # the steps of a track
 python -m common.show.story diff v4 v5       # the code of one step
 """
 
-import argparse
 import ast
 import difflib
 import functools
@@ -402,7 +401,7 @@ def print_diff(old: str, new: str, prose: bool, exact: bool, gain: bool):
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
+    parser = terminal.Parser(prog="python -m common.show.story", description="Walk from stage to stage.")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stage", type=list_of(stages.resolve), metavar="LIST", help="steps to show in full, such as v3")
     which.add_argument("--track", type=single(one_of(stages.tracks())), help="the track whose steps to show")

@@ -73,3 +73,19 @@ def test_what_fails_leaves_everything_as_it_was(tree, monkeypatch, capsys, sourc
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.startswith("make stage: ") and error.count("\n") == 1 and message in error
     assert sorted((tree / "stages").rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", [
+    ["common.show.story", "diff", "v3", "v3x"], ["bench", "--stage=v3x"], ["pytest", "-q", "tests/test_layout.py"],
+], ids=" ".join)  # fmt: skip
+def test_a_syntax_error_is_one_line_with_its_file(tree, command):
+    path = tree / "stages" / "v3x_copy" / "forward.py"
+    text = path.read_text()
+    before, line = text.split("tl.exp2(m - m_new)", 1)[0], "rescale = tl.exp2(m - m_new"
+    try:
+        path.write_text(text.replace("tl.exp2(m - m_new)", "tl.exp2(m - m_new", 1))
+        run = subprocess.run([sys.executable, "-m", *command], cwd=tree, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(text)
+    wanted = f"stages/v3x_copy/forward.py:{before.count(chr(10)) + 1}: '(' was never closed: {line}"
+    assert run.returncode and not run.stdout and wanted in run.stderr and run.stderr.strip().count("\n") == 0

@@ -11,7 +11,7 @@ from common.measure.trace import ONE_SM, trace
 from common.measure.traffic import count_stage
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.show import worked
+from common.show import results, worked
 
 watches = pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
@@ -32,6 +32,13 @@ def test_v0_runs_the_steps_that_are_listed(pass_):
     assert sum("matmul" in what for _, what, _ in worked.STEPS[pass_]) == matmuls
     assert sum(read + written for _, read, written in found) == total
     assert f"**{total}**" in worked.steps(V0)
+
+
+@pytest.mark.parametrize(("pass_", "total"), [("fwd", 16), ("bwd", 28)])
+def test_v1_moves_the_bytes_per_score_of_its_table(pass_, total):
+    counted = results.counted(V1, pass_, 64, False)
+    assert sum(read + written for _, read, written in worked.bytes_per_score(counted)) == total
+    assert f"**{total}**" in (stages.directory(V1) / "README.md").read_text()
 
 
 def test_another_step_is_noticed(monkeypatch):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import stages
 from common import checks
-from common.measure import files, machine, reference, timing, traffic, workloads
+from common.measure import files, machine, reference, terminal, timing, traffic, workloads
 from common.measure.baselines import BASELINES, attention_of, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
@@ -103,7 +103,7 @@ def _above_0(text: str) -> float:
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
     """Parse the command line: each LIST becomes a list of distinct values. Exit with status 2 on an invalid value."""
-    parser = argparse.ArgumentParser(
+    parser = terminal.Parser(
         prog="bench.py",
         description="Measure the forward and backward of stages and baselines. LIST is comma-separated, and you can repeat a "
         "flag. Each run is saved in .benchmarks. Options of pytest-benchmark work too, such as --benchmark-compare, "
@@ -693,6 +693,8 @@ def main(argv: list[str]) -> int:
     finished cases, and the status is 2.
     """
     options = parse_options(argv)
+    if found := stages.syntax_errors(*options.stage):
+        raise SystemExit("\n".join(found))
     if options.stale:
         show_stale()
         return 0

@@ -4,13 +4,12 @@
 CUDA graph of one step serves all steps. The tokens equal those of PyTorch's SDPA, which gets each sequence alone.
 """
 
-import argparse
-
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 import stages
+from common.measure import terminal
 from common.measure.options import positive, single
 from common.runtime import DEVICE
 from examples import llama
@@ -112,7 +111,7 @@ def tokens_of(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="make example-generate", description=__doc__.partition("\n")[0])
+    parser = terminal.Parser(prog="make example-generate", description=__doc__.partition("\n")[0])
     parser.add_argument("--stage", type=single(stages.resolve), default=stages.newest(), help="(default: %(default)s)")
     parser.add_argument("--tokens", type=single(positive), default=24, metavar="N", help="for each prompt (default: 24)")
     options = parser.parse_args(argv)

@@ -4,7 +4,6 @@
 copy `register`.
 """
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig
 
 import stages
+from common.measure import terminal
 from common.measure.options import positive, single
 from common.runtime import DEVICE
 
@@ -120,7 +120,7 @@ def train(model, batches, rate=RATE, loss_of=loss_of_whole):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="make example", description=__doc__.partition("\n")[0])
+    parser = terminal.Parser(prog="make example", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--stage", type=single(stages.resolve), default=stages.recommended(), help="such as v5 (default: %(default)s)"
     )

@@ -4,7 +4,6 @@ For comparison, one process trains an equal Llama on the whole sequences. `make 
 To train another model in this way, copy `spread` and `loss_of_part`.
 """
 
-import argparse
 import os
 import sys
 
@@ -15,7 +14,7 @@ from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
 import stages
-from common.measure import scaling
+from common.measure import scaling, terminal
 from common.measure.options import positive, single
 from common.ring import ring_attention, shard
 from common.runtime import DEVICE
@@ -66,7 +65,7 @@ def train_together(stage, dtype, batches, length, rate=llama.RATE, group=None, *
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="make example-ring ARGS=…", description=__doc__.partition("\n")[0])
+    parser = terminal.Parser(prog="make example-ring ARGS=…", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--stage", type=single(stages.resolve), default=stages.recommended(), help="such as v5 (default: %(default)s)"
     )

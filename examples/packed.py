@@ -4,14 +4,13 @@
 padding.
 """
 
-import argparse
-
 import torch
 from tabulate import tabulate
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 import stages
+from common.measure import terminal
 from common.measure.options import positive, single
 from common.runtime import DEVICE
 from examples import llama
@@ -71,7 +70,7 @@ def losses(steps, gradients=True):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="make example-packed", description=__doc__.partition("\n")[0])
+    parser = terminal.Parser(prog="make example-packed", description=__doc__.partition("\n")[0])
     parser.add_argument("--stage", type=single(stages.resolve), default=stages.newest(), help="(default: %(default)s)")
     parser.add_argument("--steps", type=single(positive), default=5, metavar="N", help="(default: %(default)s)")
     options = parser.parse_args(argv)

@@ -5,6 +5,7 @@ step 2 of the track `decode`, a branch for one other kind of workload. v4a_… i
 directory lists its name.
 """
 
+import ast
 import contextlib
 import difflib
 import functools
@@ -128,6 +129,17 @@ def source(name: str, file: str) -> str:
     pass_ = re.match("forward|backward|", file)[0]
     path = directory(home(name, pass_) if pass_ else name) / file
     return path.read_text() if path.exists() else ""
+
+
+def syntax_errors(*names: str) -> list[str]:
+    """Return the syntax errors in the files of these stages, each as `file:line: reason: the line's text`."""
+    found = []
+    for path in (path for name in names for path in sorted(directory(name).glob("*.py"))):
+        try:
+            ast.parse(path.read_text())
+        except SyntaxError as error:
+            found.append(f"stages/{path.parent.name}/{path.name}:{error.lineno}: {error.msg}: {(error.text or '').strip()}")
+    return found
 
 
 @contextlib.contextmanager

@@ -123,6 +123,7 @@ class Part(NamedTuple):
 
     def check(self, q, k, v, grad_out, *, causal, scale=None):
         """Assert that the results of this pass are right, and return them."""
+        __tracebackhide__ = True
         return check(stages.load(self.name), q, k, v, grad_out, causal=causal, scale=scale, run=self)
 
     @property
@@ -247,6 +248,7 @@ def by_functions(stage, q, k, v, grad_out, *, causal, scale):
 
 def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
     """Assert that a stage's results are right. Return the results."""
+    __tracebackhide__ = True  # pytest shows the test's line and what is wrong
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
     assert_right(results, q, k, v, grad_out, causal=causal, scale=scale)
@@ -255,6 +257,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 def assert_right(results: dict, q, k, v, grad_out, *, causal, scale):
     """Assert that results have the right dtypes and are as close to float64 as `common.measure.reference` requires."""
+    __tracebackhide__ = True
     for name, like in {"out": q.dtype, "lse": torch.float32, "dq": q.dtype, "dk": k.dtype, "dv": v.dtype}.items():
         assert name not in results or results[name].dtype == like, f"{name}: dtype {results[name].dtype}, expected {like}"
     exact, bounds = answer(q, k, v, grad_out, causal=causal, scale=scale)

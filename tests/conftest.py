@@ -18,6 +18,7 @@ import cases  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
+import stages  # noqa: E402
 from common.interpreter.schedule import restart_seeds  # noqa: E402
 from common.kernels import interpreted  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
@@ -35,7 +36,8 @@ def pytest_make_parametrize_id(val):
 
 
 def pytest_configure(config):
-    """Note whether long tests are asked for. Stop with one clear error if a stage or bench.py needs a missing stage.
+    """Note whether long tests are asked for. Stop with one clear error if a stage has a syntax error, or if a stage or bench.py
+    needs a missing stage.
 
     Otherwise many tests would fail for unclear reasons.
     """
@@ -44,6 +46,8 @@ def pytest_configure(config):
         cases.asked()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    if not hasattr(config, "workerinput") and (found := stages.syntax_errors(*stages.names())):
+        raise pytest.UsageError("\n".join(found))
     if lines := cases.needs_of_stages_that_are_gone(ROOT):
         raise pytest.UsageError("these lines need a stage that has no directory:\n" + "\n".join(lines))
 

@@ -148,7 +148,7 @@ def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
 def command(module: str, description: str, file: str | None = None) -> argparse.ArgumentParser:
     """Prepare the output of `python -m module`, and return its parser. `file` describes the JSON file that it writes."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description.partition("\n")[0])
+    parser = terminal.Parser(prog=f"python -m {module}", description=description.partition("\n")[0])
     if file:
         parser.add_argument("file", type=json_path, help=file)
     return parser

@@ -222,6 +222,7 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
     Raises:
         AssertionError: the shape differs, an error exceeds its bound, or an element is NaN or infinite.
     """
+    __tracebackhide__ = True  # pytest shows the caller's line and the message
     assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
     error = error_before_rounding(got, truth)
     errors = torch.stack([size(error) for size in _SIZES.values()])  # [2, B, H]

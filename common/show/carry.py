@@ -8,7 +8,6 @@ A child gets what the carry changed in its parent. Each definition is merged alo
 moved it to another file of the pass. NOTEs, READMEs and `__init__.py` stay as each stage has them.
 """
 
-import argparse
 import ast
 import collections
 import io
@@ -166,7 +165,7 @@ def abort(state: dict):
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog="make carry", description="Carry an edit of a stage to its descendants.")
+    parser = terminal.Parser(prog="make carry", description="Carry an edit of a stage to its descendants.")
     ways = parser.add_mutually_exclusive_group(required=True)
     ways.add_argument("source", metavar="FROM", nargs="?", help="the edited stage, such as v3")
     ways.add_argument("--continue", dest="go_on", action="store_true", help="go on after you have resolved a conflict")

@@ -5,7 +5,6 @@
 `common.measure.traffic` explains what is counted, and with which tiles.
 """
 
-import argparse
 import os
 import sys
 from dataclasses import asdict
@@ -102,7 +101,7 @@ def main(argv: list[str]):
     if not INTERPRETED:  # restart Python with Triton's interpreter, which counting needs
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
-    parser = argparse.ArgumentParser(
+    parser = terminal.Parser(
         prog="python -m common.show.counts",
         description="Count the bytes and FLOPs of stages, in float16 with batch 1. Kernels get a GPU's tiles, and the share "
         "of its SMs and of its L2 cache that these heads have in the papers' batches. Needs no GPU. LIST is comma-separated.",

@@ -1,6 +1,5 @@
 """Write the generated parts of the documents, from the committed results. `make readme` runs this module."""
 
-import argparse
 import ast
 import difflib
 import functools
@@ -16,13 +15,14 @@ from common.measure import files, terminal, traffic
 from common.measure.counter import Launch
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
-from common.show import counts, front, results, tracks
+from common.show import counts, front, results, tracks, worked
 from common.show.profiles import energy_table, traffic_table, units_table
 from common.show.scaling import scaling_passage, scaling_tables
+from common.show.story import without_notes
 from common.show.tables import PASS_NAMES, legend, markdown, mask, speed_table
 
 PREDICTION = "../../docs/measuring.md#predictions"  # from a stage's README
-PREDICTED = f"predicted, S = {results.COUNTED_AT}"  # a column
+PREDICTED = f"predicted, {results.COUNTED_AT} tokens"  # a column
 
 
 def _spans(name: str) -> list[tuple]:
@@ -69,7 +69,7 @@ def traffic_of_step(name: str) -> str:
     if not rows:
         return f"Same bytes and FLOPs as {results.spoken(parent)}."
     link = "[One head](../../docs/measuring.md#counted-traffic)"
-    words = f"{link}, S = {results.COUNTED_AT}. *ms*: [predicted]({PREDICTION})."
+    words = f"{link}, {results.COUNTED_AT} tokens. *ms*: [predicted]({PREDICTION}), 16k tokens."
     return f"{words}\n\n{_step_table(rows, list(columns))}"
 
 
@@ -104,7 +104,7 @@ def trunk_gains(name: str) -> str:
 
     cells = {span: [cell(run, results.paper(*span, s)) for s in results.LENGTHS] for span, run in used.items()}
     kept = [column for column in range(len(results.LENGTHS)) if any(row[column] != "-" for row in cells.values())]
-    headers = [f"S = {results.LENGTHS[column]}" for column in kept]
+    headers = [f"{results.LENGTHS[column]} tokens" for column in kept]
     rows = {span: [row[column] for column in kept] for span, row in cells.items()}
     where = results.places(filter(None, used.values()))
     if not parent:
@@ -120,7 +120,8 @@ def trunk_gains(name: str) -> str:
 def _words(work: Workload) -> tuple[str, ...]:
     """Return the properties of a workload in words: two workloads of a track may differ in each."""
     return (
-        PASS_NAMES[work.pass_], f"D = {work.head_dim}", f"S = {work.seq_len}", f"Sk = {work.kv_len}", mask(work.causal),
+        PASS_NAMES[work.pass_], f"D = {work.head_dim}", f"{work.seq_len} {'query' if work.seq_len == 1 else 'queries'}",
+        f"{work.kv_len} keys", mask(work.causal),
         f"H / Hkv = {work.heads // work.kv_heads}", f"B = {work.batch}", work.dtype,
         work.label.partition(f" {work.dtype} ")[2] or "narrow scores",
     )  # fmt: skip
@@ -158,7 +159,10 @@ def track_gains(name: str) -> str:
 
 
 # generated passages that a stage's README may have
-PASSAGES = {"traffic": traffic_of_step, "gain": gain_table}
+PASSAGES = {
+    "traffic": traffic_of_step, "gain": gain_table, "steps": worked.steps, "row": worked.softmax_by_hand,
+    "order": worked.order_by_keys, "programs": worked.order_by_queries,
+}  # fmt: skip
 KEPT = (  # the files of results/ whose tables are committed; `make table` prints the tables of any file
     "wide-h100", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2"
 )  # fmt: skip
@@ -202,14 +206,22 @@ def tables_of(path: Path) -> str:
 
 
 def step_hunk() -> str:
-    """Return v5's change to `_accumulate_dkv`, as a diff."""
+    """Return v5's change to `_accumulate_dkv`, as a diff without NOTEs."""
     versions = []
     for name in map(stages.resolve, ("v4", "v5")):
-        text = stages.source(name, "backward.py")
+        text = without_notes(stages.source(name, "backward.py"))
         kernel = next(node for node in ast.parse(text).body if getattr(node, "name", "") == "_accumulate_dkv")
         versions.append(text.splitlines()[kernel.body[0].lineno : kernel.end_lineno])  # without the parameters
     lines = list(difflib.unified_diff(*versions, n=0, lineterm=""))[2:]
     return "```diff\n{}\n```".format("\n".join(line for line in lines if not line.startswith("@@")))
+
+
+def first_kernel() -> str:
+    """Return a table of the lines of examples/first_kernel.py from the kernel on. A line's comment says what it does."""
+    _, mark, code = (results.ROOT / "examples" / "first_kernel.py").read_text().partition("@triton.jit")
+    lines = f"{mark}{code}".partition("\n\n\nif __name__")[0].splitlines()
+    rows = [[f"`{line}`", words] for line, _, words in (line.partition("  # ") for line in lines if line)]
+    return markdown(rows, ["line", "what it does"], ("line", "what it does"))
 
 
 def old_names() -> str:
@@ -224,7 +236,7 @@ def old_names() -> str:
 # The passages that README.md, CONTRIBUTING.md and docs/ may have between markers.
 FRONT = {
     "headline": lambda: front.headline(results.runs()), "ladder": lambda: front.ladder(results.runs()), "hunk": step_hunk,
-    "scaling": scaling_passage, "names": old_names,
+    "scaling": scaling_passage, "names": old_names, "kernel": first_kernel,
 }  # fmt: skip
 
 
@@ -252,7 +264,7 @@ def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
     description = "Rewrite the generated parts of the documents from results/, or print the tables of one file."
-    parser = argparse.ArgumentParser(prog="python -m common.show.documents", description=description)
+    parser = terminal.Parser(prog="python -m common.show.documents", description=description)
     parser.add_argument("file", type=Path, nargs="?", help="a saved run or another file of results/, whose tables are printed")
     options = parser.parse_args(argv)
     if options.file:

@@ -1,12 +1,12 @@
 """Write a stage as a package that needs nothing else of this repository: `make export STAGE=newest TO=some/folder`."""
 
-import argparse
 import re
 import sys
 from modulefinder import ModuleFinder
 from pathlib import Path
 
 import stages
+from common.measure import terminal
 from common.show import story
 from common.show.results import ROOT
 
@@ -85,7 +85,7 @@ def export(name: str, folder: Path) -> int:
 
 def main(argv: list[str]):
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="make export", description=__doc__)
+    parser = terminal.Parser(prog="make export", description=__doc__)
     parser.add_argument("stage", help="a stage, such as v3")
     parser.add_argument("folder", type=Path, help="the new package's directory")
     arguments = parser.parse_args(argv)

@@ -5,7 +5,6 @@
 A stage's code does not contain the stage's name, so a copy of the code works unchanged. The README is not copied.
 """
 
-import argparse
 import ast
 import re
 import shutil
@@ -69,7 +68,7 @@ def make(source: str, name: str):
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog="make stage", description="Make an experiment from a stage's kernels.")
+    parser = terminal.Parser(prog="make stage", description="Make an experiment from a stage's kernels.")
     parser.add_argument("source", metavar="FROM", help="a stage, such as v3")
     parser.add_argument("name", metavar="NAME", help="<letters><number>_<name>, such as v3x_yours")
     options = parser.parse_args(argv)

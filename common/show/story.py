@@ -6,7 +6,6 @@ python -m common.show.story --track decode   # the steps of a track
 python -m common.show.story diff v4 v5       # the code of one step
 """
 
-import argparse
 import ast
 import difflib
 import functools
@@ -124,12 +123,13 @@ def helpers(name: str, names: list[str]) -> dict[tuple[str, str], str]:
 def _new_helpers(old: str, new: str) -> str:
     """Return the `helpers` that a stage's changed files use, and that `old` does not use, as added lines."""
     changed = [file for file in code_files(old, new) if stages.source(old, file) != stages.source(new, file)]
-    before, lines, heading = helpers(old, code_files(old)), [], None
+    before, texts, lines = helpers(old, code_files(old)), {}, []
     for (file, function), text in helpers(new, changed).items():
         if (file, function) not in before:
-            what = f"{file} has what {results.spoken(new)} uses and {results.spoken(old)} does not:"
-            lines += [*([] if file == heading else ["", what]), *(f"+{line}" for line in ("", *text.splitlines()))]
-            heading = file
+            texts.setdefault(file, []).append(text)
+    for file, added in texts.items():
+        lines += ["", f"{file} has what {results.spoken(new)} uses and {results.spoken(old)} does not:"]
+        lines += [f"+{line}" for text in added for line in ("", *text.splitlines())]
     green = ("\033[32m", "\033[m") if sys.stdout.isatty() else ("", "")
     return "".join(f"{green[0]}{line}{green[1]}\n" if line.startswith("+") else f"{line}\n" for line in lines)
 
@@ -402,7 +402,7 @@ def print_diff(old: str, new: str, prose: bool, exact: bool, gain: bool):
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
+    parser = terminal.Parser(prog="python -m common.show.story", description="Walk from stage to stage.")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stage", type=list_of(stages.resolve), metavar="LIST", help="steps to show in full, such as v3")
     which.add_argument("--track", type=single(one_of(stages.tracks())), help="the track whose steps to show")

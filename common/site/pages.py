@@ -4,7 +4,6 @@ python -m common.site.pages              # all pages, in a minute or two
 python -m common.site.pages --stage v3   # the page of v3, the start page and the documents
 """
 
-import argparse
 import ast
 import multiprocessing
 import re
@@ -195,7 +194,7 @@ def build(out: Path, names: list[str]):
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog="python -m common.site.pages", description="Build the site. LIST is comma-separated.")
+    parser = terminal.Parser(prog="python -m common.site.pages", description="Build the site. LIST is comma-separated.")
     add_list(parser, "--stage", ",".join(STEPS))
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="folder to write the site to (default: site)")
     options = parser.parse_args(argv)

@@ -27,10 +27,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(place, message
     ("--stage", "v99", "no stage is called 'v99'; there are v0 to v"), ("--seq-len", "0", "'0' is not a whole number"),
     ("--kv-heads", "3", "3 K/V heads do not divide 2 heads"), ("--value-dim", "48", "'48' is not one of 16"),
 ])  # fmt: skip
-def test_a_wrong_value_is_named_with_what_is_allowed(flag, value, message, tmp_path, capsys):
+def test_a_wrong_value_is_named_first_with_what_is_allowed(flag, value, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         ncu.main(["count", str(tmp_path / "x.json"), f"{flag}={value}"])
-    assert stopped.value.code == 2 and f"argument {flag}: {message}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(f"python -m common.measure.ncu: argument {flag}: {message}")
+    assert said.splitlines()[1].startswith("usage: ")
 
 
 def test_implementations_are_baselines_and_stages():

@@ -32,7 +32,7 @@ def test_gain_is_shown_by_length(monkeypatch):
     newer = run_of("newer", "2026-01-02", records(V0, 5.0), failed(records(V1, 2.0, passes=["fwd"]), 1024))
     monkeypatch.setattr(results, "runs", lambda: [newer, older])
     table = documents.gain_table(V1)
-    assert cells(table, "forward", "64", "full")[1:] == ["×2.50"] * 2 and "S = 1024" not in table
+    assert cells(table, "forward", "64", "full")[1:] == ["×2.50"] * 2 and "1024 tokens" not in table
     assert cells(table, "backward", "64", "full")[1:] == ["-"] * 2
     assert ", newer)" in table and "older" not in table
     assert cells(documents.gain_table(V0), "forward", "64", "full") == ["5.00"] * 3
@@ -89,7 +89,7 @@ def test_a_stage_of_a_track_shows_its_gain_on_the_track_s_benchmark(track):
     assert table.startswith("Measured on X, here.")
     assert documents.gain_table("made1_a").startswith("The track's benchmark: some words. Measured on X, here.")
     assert cells(table, "all workloads") == ["×1.26 (1.00–2.00)", "×2.52 (2.00–4.00)", "63 %"]
-    assert cells(table, "S = 1024") == ["×2.00 (2.00–2.00)", "×4.00 (4.00–4.00)", "100 %"]
+    assert cells(table, "1024 queries") == ["×2.00 (2.00–2.00)", "×4.00 (4.00–4.00)", "100 %"]
     assert cells(table, "causal") == ["×1.26 (1.00–2.00)", "×2.52 (2.00–4.00)", "63 %"] and "D = 64" not in table
     shown = front.track_table("made", tracks.read("made"))
     assert cells(shown, f"[v3](stages/{V3})")[-2:] == ["-", "25 %"]
@@ -97,12 +97,12 @@ def test_a_stage_of_a_track_shows_its_gain_on_the_track_s_benchmark(track):
 
 
 def test_workloads_are_grouped_by_what_distinguishes_them():
-    """All workloads with S = 1 have 64 keys, so groups by keys would tell nothing more."""
+    """All workloads with one query have 64 keys, so groups by keys would tell nothing more."""
     shape = {"batch": 1, "heads": 4, "head_dim": 64, "causal": False, "dtype": "float16"}
     works = [Workload("fwd", **shape, kv_heads=kv_heads, seq_len=s, kv_len=64 * s, sink=sink, sink_key=5 * (sink > 0))
              for s in (1, 16) for kv_heads in (4, 1) for sink in (0, 8)]  # fmt: skip
     found = {name: len(group) for name, group in documents.groups(works).items()}
-    wanted = ["S = 1", "S = 16", "H / Hkv = 1", "H / Hkv = 4", "narrow scores", "sink=8@5"]
+    wanted = ["1 query", "16 queries", "H / Hkv = 1", "H / Hkv = 4", "narrow scores", "sink=8@5"]
     assert found == {"all workloads": 8} | dict.fromkeys(wanted, 4)
 
 

@@ -6,12 +6,14 @@ import importlib
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from test_makefile import make
 
+from common.runtime import DEVICE
 from common.show import new_stage
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +21,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 FILES = [ROOT / "Makefile", ROOT / "bench.py", *ROOT.glob("*.md"), *ROOT.glob("[cders]*/**/*.md")]
 FILES += [path for room in ("common", "examples", "stages") for path in ROOT.glob(f"{room}/**/*.py")]
 
-PROGRAM = r"(?:make|python3? -m (?:common|examples)[\w.]*|python3? bench\.py|\.venv/bin/\S+)"
+PROGRAM = r"(?:make|python3? -m (?:common|examples)[\w.]*|python3? bench\.py|\.venv/bin/[^\s`]+)"
 SHOWN = re.compile(
     rf"`(?:\w+=\S+ )*({PROGRAM}(?: [^`\n]*)?)`"  # in a sentence
     rf"|^ *(?:\w+=\S+ )*(make [a-z-]+(?: *#| [A-Z]+=|$).*|(?!make){PROGRAM}(?: .*)?)$"  # a line of its own
@@ -113,3 +115,12 @@ def test_commands_are_found():
     places = {place.split(":")[0] for place in COMMANDS.values()}
     assert {"README.md", "CONTRIBUTING.md", "docs/measuring.md", "results/README.md", "Makefile"} <= places
     assert {"make bench STAGE=v3", "make stage FROM=v3 NAME=v3x_yours"} <= COMMANDS.keys()
+
+
+def test_the_stage_of_the_readme_runs_as_pasted():
+    """Only the interpreter of a machine without a GPU needs a variable."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    environment = os.environ | {"TRITON_INTERPRET": str(int(DEVICE != "cuda"))}
+    command = [sys.executable, "-c", f"{code}\nprint(tuple(out.shape), out.isfinite().all().item())"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.stdout == "(1, 8, 256, 64) True\n", run.stderr

@@ -1,11 +1,13 @@
 """`make stage` copies any stage as an experiment, which is no step. Refused copies leave no files."""
 
+import importlib
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import cases
 import pytest
 
 import stages
@@ -73,3 +75,30 @@ def test_what_fails_leaves_everything_as_it_was(tree, monkeypatch, capsys, sourc
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.startswith("make stage: ") and error.count("\n") == 1 and message in error
     assert sorted((tree / "stages").rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", [
+    ["common.show.story", "diff", "v3", "v3x"], ["bench", "--stage=v3x"], ["pytest", "-q", "tests/test_layout.py"],
+], ids=" ".join)  # fmt: skip
+def test_a_syntax_error_is_one_line_with_its_file(tree, command):
+    path = tree / "stages" / "v3x_copy" / "forward.py"
+    text = path.read_text()
+    before, line = text.split("tl.exp2(m - m_new)", 1)[0], "rescale = tl.exp2(m - m_new"
+    try:
+        path.write_text(text.replace("tl.exp2(m - m_new)", "tl.exp2(m - m_new", 1))
+        run = subprocess.run([sys.executable, "-m", *command], cwd=tree, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(text)
+    wanted = f"stages/v3x_copy/forward.py:{before.count(chr(10)) + 1}: '(' was never closed: {line}"
+    assert run.returncode and not run.stdout and wanted in run.stderr and run.stderr.strip().count("\n") == 0
+
+
+def test_the_mistake_that_readers_try_makes_v3_fail(tmp_path):
+    """CONTRIBUTING.md lets readers make it in a copy of v3."""
+    wrong, text = "l = l + tl.sum(p, 1)", stages.source("v3_fa2_causal", "forward.py")
+    changed = {"forward.py": text.replace("l = l * rescale + tl.sum(p, 1)", wrong)}
+    assert f"`{wrong}`" in (ROOT / "CONTRIBUTING.md").read_text() and changed["forward.py"] != text
+    with stages.changed("v3_fa2_causal", changed, tmp_path) as package:
+        module, part = importlib.import_module(f"{package}.forward"), cases.Part("v3_fa2_causal", "forward")
+        with pytest.raises(AssertionError, match=r"^out: largest error .* worst at "):
+            cases.check(module, *cases.make_inputs(40, 100, **cases.FEW), causal=False, run=part)

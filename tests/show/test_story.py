@@ -172,6 +172,12 @@ def test_diff_ends_with_helpers_that_the_parent_does_not_use(tmp_path, monkeypat
     assert story._new_helpers("v1_b", "v1_b") == ""
 
 
+def test_a_file_with_helpers_is_named_once():
+    """v2's forward uses functions of two files, and one of them calls another function of the first file."""
+    headings = re.findall("^(\\S+) has what", story._new_helpers("v1_online_softmax", "v2_fa1_tiling"), re.MULTILINE)
+    assert len(set(headings)) == len(headings) > 1
+
+
 def test_diff_leaves_out_notes_and_white_space_without_meaning(tmp_path, monkeypatch):
     """The indentation of a statement has a meaning, and that of a line inside brackets or a string has none."""
     old = "def a(x):\n    # NOTE: v1 asks\n    return (1,\n    2)\n\n\ndef b():\n    y =  1\n    return 2\n"

@@ -35,7 +35,8 @@ def anchors(path):
 @pytest.mark.parametrize("document", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere_and_named_files_exist(document):
     text = document.read_text()
-    for link in re.findall(r"\]\(([^)]*)\)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)]*)\)", prose):
         target, _, anchor = link.partition("#")
         path = document.parent / target if target else document
         assert target.startswith("https:") or (path.exists() and (not anchor or anchor in anchors(path))), link

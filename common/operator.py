@@ -151,6 +151,12 @@ def _packed_under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tup
     return tuple(result.unflatten(dim, (size, -1)) for result, dim in zip(results, dims, strict=True)), dims
 
 
+def _outside(starts: Tensor, tokens: int) -> Tensor:
+    """Return which tokens lie before the first or behind the last sequence, [tokens, 1, 1]."""
+    token = torch.arange(tokens, device=starts.device)[:, None, None]
+    return (token < starts[0]) | (token >= starts[-1])
+
+
 def _register(
     name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable, under_vmap: Callable
 ) -> Callable:
@@ -217,7 +223,8 @@ def _differentiable(
             weight = weight.transpose(0, 1) if starts else weight
             mean_key, _ = forward_op(q, k, k, *options)
             addend = (weight * mean_key).to(dq.dtype)
-            dq = dq + (addend.masked_fill(weight == 0, 0) if starts else addend)  # mean_key may be NaN outside of sequences
+            # Outside of sequences, mean_key is undefined.
+            dq = dq + (addend.masked_fill((weight == 0) | _outside(starts[0], len(q)), 0) if starts else addend)
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
         return dq, dk, dv, *[None] * 7
 

@@ -30,6 +30,13 @@ OF_SDPA = {  # arguments of PyTorch's scaled_dot_product_attention that a user m
     "attn_mask": "attn_mask: not supported; there is only causal=True and causal='bottom-right'",
     "dropout_p": "dropout_p: not supported",
 }
+OF_VARLEN = {  # arguments of FlashAttention's flash_attn_varlen_func
+    "max_seqlen_q": "max_seqlen_q: not needed; leave it out",
+    "max_seqlen_k": "max_seqlen_k: not needed; leave it out",
+    "softmax_scale": "softmax_scale: this function's name for it is scale",
+    "return_attn_probs": "return_attn_probs: not supported; return_lse=True returns the log-sum-exp",
+    "block_table": "block_table: not supported for packed sequences; attention takes a page_table for caches",
+}
 NO_GRADIENTS = "{} has no gradients, but q, k or v requires gradients; call {} under torch.no_grad()"
 OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
@@ -436,7 +443,7 @@ def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callabl
             lambda inputs: check_gradients(inputs[0], inputs[2]), _packed_under_vmap,
         )  # fmt: skip
 
-    def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale=None, return_lse=False):
+    def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale=None, return_lse=False, **others):
         """Compute exact attention of packed sequences: the tokens of all sequences follow each other in each tensor.
 
         If the stage's backward takes packed sequences, the result is differentiable in q, k and v, as in `attention`.
@@ -464,13 +471,19 @@ def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callabl
         above the number of tokens as this number. Results are undefined if starts fall.
 
         Raises:
-            TypeError, ValueError: as `attention`; also for float32, and for wrong `cu_seqlens`.
+            TypeError, ValueError: as `attention`; also for float32, for wrong `cu_seqlens`, and for `others`, such as
+                FlashAttention's `max_seqlen_q`.
             NotImplementedError: the stage takes no packed sequences; or an input has a tangent; or an input requires gradients,
                 and D or Dv is 256, or the stage has no gradients of packed sequences, or, in the backward,
                 `torch.use_deterministic_algorithms` is on.
         """
+        for other in others:
+            message = f"attention_varlen() got an unexpected keyword argument {other!r}"
+            raise TypeError((OF_SDPA | OF_VARLEN).get(other, message))
         if not takes_starts:
-            raise NotImplementedError(f"{name} takes no packed sequences; stages of the track `lengths` do, from its second on")
+            raise NotImplementedError(
+                f"{name} takes no packed sequences; the newest stage does, and the track `lengths` from its second stage on"
+            )
         q, k, v = autocast(q, k, v)
         check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
         differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

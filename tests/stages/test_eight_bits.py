@@ -265,6 +265,17 @@ def test_other_stages_and_gradients_are_refused(taking):
         taking.attention(**given() | {"q": given()["q"].requires_grad_()})
 
 
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_gradients_of_factors_are_refused(taking, name):
+    """They would be missing without a word. Without gradients, a factor may be a Parameter."""
+    call = given()
+    call[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{name} has no gradients"):
+        taking.attention(**call)
+    with torch.no_grad():
+        assert not taking.attention(**call).requires_grad
+
+
 def test_quantized():
     """The relative error is at most 1/16, except for numbers that are tiny beside their head's largest."""
     x = torch.randn(2, 3, 50, 16, device=DEVICE)

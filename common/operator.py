@@ -39,6 +39,7 @@ OF_VARLEN = {  # arguments of FlashAttention's flash_attn_varlen_func
 }
 NO_GRADIENTS = "{} has no gradients, but q, k or v requires gradients; call {} under torch.no_grad()"
 OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
+OF_FACTORS = "{} has no gradients, but requires gradients; detach it, or call attention under torch.no_grad()"
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
 PAGE_TABLE = 7  # number of a forward's argument `page_table`; a backward has a float there
@@ -385,6 +386,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             check_cache_seqlens(cache_seqlens, q)
             if differentiable:
                 raise NotImplementedError(OF_CACHE)
+            for argument, factors in (("k_descale", k_descale), ("v_descale", v_descale)):
+                if factors is not None and factors.requires_grad and torch.is_grad_enabled():
+                    raise NotImplementedError(OF_FACTORS.format(argument))
         # With lengths, a mask is aligned to each length, and more queries than keys are no error.
         causal, diagonal = checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
         return_lse = checked_flag("return_lse", return_lse)

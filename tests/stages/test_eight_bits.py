@@ -290,6 +290,18 @@ def test_quantized():
     assert quantized(x.half())[0].float().isfinite().all()
 
 
+def test_quantized_with_lengths_and_with_factors():
+    """What is behind a sequence does not count, NaN or not. Tokens that join a cache keep its factors."""
+    x = torch.randn(2, 3, 50, 16, device=DEVICE)
+    padded, lengths = x.clone(), on_device([50, 20])
+    padded[1, :, 20:], expected = torch.nan, quantized(x[1:, :, :20])
+    bits, factor = quantized(padded, lengths)
+    assert torch.equal(bits[1:, :, :20].float(), expected[0].float()) and torch.equal(factor[1:], expected[1])
+    assert not bits[1, :, 20:].float().any()
+    joined, same = quantized(1000 * x[:, :, :1], factor=factor)
+    assert same is factor and joined.float().abs().max() == LARGEST
+
+
 def test_few_registers_refuse_wide_heads(taking):
     """At D = 256, the cache is widened in memory, and the parent computes the results."""
     takes = names_in(taking.__name__.removeprefix("stages."))["takes"]

@@ -14,19 +14,20 @@ def _list(list_ptr, most, starts_seen_ptr, starts_ptr, sequences, tokens_seen, t
     and query tiles see keys. Tokens of no sequence see none."""
     own = tl.program_id(0)
     first_seen, seen, first, rows = lengths_of(own, starts_seen_ptr, starts_ptr, sequences, tokens_seen, tokens)
-    before, total = 0, 0
+    before, total = tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # int64: starts that fall may make more than 2**31 tiles
     for start in range(0, sequences + 2, CHUNK):
         part = start + tl.arange(0, CHUNK)
         _, its_seen, _, its_rows = lengths_of(part, starts_seen_ptr, starts_ptr, sequences, tokens_seen, tokens)
         is_before = (its_seen > seen) | ((its_seen == seen) & (part < own))
-        before += tl.sum(tl.where(is_before, tl.cdiv(its_rows, BLOCK), 0))
-        total += tl.sum(tl.cdiv(its_rows, BLOCK))
+        its_tiles = tl.cdiv(its_rows, BLOCK).to(tl.int64)
+        before += tl.sum(tl.where(is_before, its_tiles, 0))
+        total += tl.sum(its_tiles)
     if own == 0:
         tl.store(list_ptr, tl.minimum(total, most))
     tiles = tl.cdiv(rows, BLOCK)
     for start in range(0, tiles, CHUNK):
         tile = start + tl.arange(0, CHUNK)
-        entry = list_ptr + (1 + before + tile).to(tl.int64) * FIELDS
+        entry = list_ptr + (1 + before + tile) * FIELDS
         inside = (tile < tiles) & (before + tile < most)  # starts that fall may make more tiles
         tl.store(entry, tile, mask=inside)
         tl.store(entry + 1, own, mask=inside)

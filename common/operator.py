@@ -408,6 +408,7 @@ def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callabl
     take packed sequences."""
     name = package.rpartition(".")[2]
     takes_starts, has_gradients = ("starts" in inspect.signature(function).parameters for function in (forward, backward))
+    has_wide_gradients = getattr(sys.modules[package], "WIDE_PACKED", False)
     forward, backward = entry(forward), entry(backward)
 
     def swapped(tensor):
@@ -438,7 +439,7 @@ def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callabl
     def check_gradients(q, v):
         if not has_gradients:
             raise NotImplementedError(OF_PACKED)
-        if max(q.shape[-1], v.shape[-1]) > 128:
+        if max(q.shape[-1], v.shape[-1]) > 128 and not has_wide_gradients:
             raise NotImplementedError(OF_WIDE)
 
     if takes_starts:
@@ -478,8 +479,8 @@ def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callabl
             TypeError, ValueError: as `attention`; also for float32, for wrong `cu_seqlens`, and for `others`, such as
                 FlashAttention's `max_seqlen_q`.
             NotImplementedError: the stage takes no packed sequences; or an input has a tangent; or an input requires gradients,
-                and D or Dv is 256, or the stage has no gradients of packed sequences, or, in the backward,
-                `torch.use_deterministic_algorithms` is on.
+                and the stage has no gradients of packed sequences, or none for D or Dv = 256, or, in the backward, none under
+                `torch.use_deterministic_algorithms`.
         """
         for other in others:
             message = f"attention_varlen() got an unexpected keyword argument {other!r}"

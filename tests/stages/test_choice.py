@@ -28,7 +28,9 @@ SMALL = [(1, 2, 1, 1, 300, 64, 64, False), (1, 2, 2, 300, 1000, 128, 128, True),
 
 
 def test_every_track_is_chosen_and_is_a_track_s_end():
-    assert FORWARDS | BACKWARDS <= {stages.line(track)[-1] for track in stages.tracks()}
+    """A stage whose kernels no GPU has run is not chosen, and ends no track here."""
+    tried = ([name for name in stages.line(track) if not hasattr(stages.load(name), "UNTRIED")] for track in stages.tracks())
+    assert FORWARDS | BACKWARDS <= {line[-1] for line in tried}
     with interpreted_as(H100):
         chosen = [NEWEST.choice(*problem) for problem in PROBLEMS]
     assert {choice.forward for choice in chosen} == FORWARDS

@@ -128,13 +128,16 @@ def test_a_list_of_more_than_2_to_the_31_tiles(pass_, name, launch):
     """If starts fall, 1024 sequences may have all tokens. The short sequence's tile comes behind all of theirs."""
     tokens, most, first = 2**29, 3, 0 if pass_ == "forward" else 1  # in the backward, part 0 has the tokens before sequence 0
     starts = torch.tensor([0, 1] + [tokens, 0] * 1024, dtype=torch.int32)
-    listed = torch.full((1 + most, 8), -7, dtype=torch.int32)
+    lists = [torch.full((1 + most, 8), -7, dtype=torch.int32) for _ in range(3)]  # a kernel writes the first one, or the others
     sizes = {"sequences": len(starts) - 1, "tokens_q": tokens, "tokens_k": tokens, "most": most, "unused": 0, "BLOCK_M": 128}
-    tensors = {"starts_q_ptr": starts, "starts_k_ptr": starts, "list_ptr": listed}
+    sizes |= {"most_k": most, "most_q": most, "head_tiles": 0, "BLOCK_N": 64, "CAUSAL": False}
+    tensors = {"starts_q_ptr": starts, "starts_k_ptr": starts}
+    tensors |= dict(zip(("list_ptr", "key_list_ptr", "query_list_ptr"), lists, strict=True))
     kernel = names_in(name, pass_)["_list_kernel"]
     for program in {0, first}:
-        launch(kernel, program, **{each: (tensors | sizes | {"CAUSAL": False})[each] for each in kernel.arg_names})
-    assert listed[0, 1 - first] == most and (listed[1:] == -7).all()
+        launch(kernel, program, **{each: (tensors | sizes)[each] for each in kernel.arg_names})
+    for listed in lists[:1] if "list_ptr" in kernel.arg_names else lists[1:]:
+        assert listed[0, 1 - first] == most and (listed[1:] == -7).all()
 
 
 @gluon.jit

@@ -21,12 +21,26 @@ from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 TRAINING = taking_lengths("starts", "backward")
+OF_TRACKS = once(list(filter(stages.track, TRAINING)), "backward")
 
 
-@pytest.fixture(params=once(list(filter(stages.track, TRAINING)), "backward"))
+def is_wide(stage):
+    """Return whether a stage has kernels for packed sequences with D or Dv = 256. Otherwise it has those for smaller ones."""
+    return getattr(stage, "WIDE_PACKED", False)
+
+
+NARROW, WIDE = ([name for name in OF_TRACKS if is_wide(stages.load(name)) == wide] for wide in (False, True))
+
+
+@pytest.fixture(params=OF_TRACKS)
 def training(request):
     """A stage whose backward takes packed sequences."""
     return available(request.param)
+
+
+def sizes(stage, head_dim=64):
+    """Return D and Dv for a test that runs a stage's own kernels."""
+    return (256, head_dim) if is_wide(stage) else (head_dim, head_dim)
 
 
 class Trained(Packed):
@@ -78,7 +92,7 @@ def check(stage, packed, causal=True, numbers=None):
 
 def test_rows_before_a_sequence_do_not_overflow(training):
     """All scores are far below 0. So P of the zeros that fill a sequence's first tile would be infinite."""
-    packed = Trained([(5, 5)], head_dim=16)
+    packed = Trained([(5, 5)], 2, 1, *sizes(training, 16))
     packed.tensors[0].fill_(3)
     packed.tensors[1].fill_(-3)
     check(training, packed)
@@ -94,9 +108,23 @@ PROBLEMS = [
     pytest.param((2, 1, 64, 128, HALF, True), marks=LATER),
     pytest.param((2, 2, 16, 32, HALF, False), marks=LATER),
 ]
+WIDE_PROBLEMS = [
+    (2, 1, 256, 64, HALF, True),
+    (3, 1, 64, 256, BRAIN, False),
+    (1, 1, 256, 256, BRAIN, BOTTOM_RIGHT),
+    pytest.param((2, 2, 256, 256, HALF, False), marks=LATER),
+    pytest.param((6, 2, 256, 256, HALF, True), marks=LATER),
+    pytest.param((8, 1, 256, 16, BRAIN, False), marks=LATER),
+    pytest.param((2, 1, 64, 256, HALF, True), marks=LATER),
+    pytest.param((2, 2, 16, 256, BRAIN, True), marks=LATER),
+    (2, 1, 16, 16, HALF, True),  # falls back
+]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("training, problem", [
+    pytest.param(name, *getattr(problem, "values", [problem]), marks=getattr(problem, "marks", ()))
+    for names, problems in ((NARROW, PROBLEMS), (WIDE, WIDE_PROBLEMS)) for name in names for problem in problems
+], indirect=["training"], ids=str)  # fmt: skip
 def test_every_sequence_is_right_beside_nan(training, problem):
     """Every second sequence is NaN, in q, k, v and the gradient of the output."""
     heads, kv_heads, head_dim, value_dim, dtype, causal = problem
@@ -118,7 +146,7 @@ def test_uneven_batches_on_few_sms(training, pairs, seed, head_dim):
     """A CTA takes several tiles. Threads run in other orders with other seeds."""
     schedule.restart_seeds(seed)
     with interpreted_as(Device(num_sms=1 + seed)):
-        check(training, Trained(pairs, 2, 1, head_dim), causal=seed % 2 == 0)
+        check(training, Trained(pairs, 2, 1, *sizes(training, head_dim)), causal=seed % 2 == 0)
 
 
 def backward(stage, packed, of_q, of_k):
@@ -131,7 +159,7 @@ def backward(stage, packed, of_q, of_k):
 
 def test_all_rows_are_written_and_nothing_else(training):
     """There are tokens before the first sequence and behind the last one, which are NaN."""
-    packed = Trained([(7, 4), (70, 90), (130, 40)], behind=20)
+    packed = Trained([(7, 4), (70, 90), (130, 40)], 2, 1, *sizes(training), behind=20)
     packed.fill_with_nan(0)
     with PoisonedMemory() as memory:
         gradients = backward(training, packed, *(each[1:] for each in packed.starts))
@@ -146,21 +174,33 @@ def test_all_rows_are_written_and_nothing_else(training):
     pytest.param((90, 0, 90), marks=LATER),
 ], ids=str)  # fmt: skip
 def test_wrong_starts_write_only_inside_of_the_tensors(training, values):
-    packed = Trained([(90, 90)])
+    packed = Trained([(90, 90)], 2, 1, *sizes(training))
     with PoisonedMemory() as memory:
         for of_q, of_k in ((values, (0, 40, 90)), ((0, 40, 90), values))[: 2 if LONG else 1]:
             backward(training, packed, on_device(of_q), on_device(of_k))
     memory.check()
 
 
+def draw_starts(rng, seed):
+    """Return numbers of queries, keys and sequences, and two lists of starts. From seed 15 on, starts may fall."""
+    tokens_q, tokens_k, sequences = rng.randint(1, 900), rng.randint(1, 900), rng.randint(1, 9)
+    lowest, highest = (0, 0) if seed < 10 else (-50, 50)  # limits of starts outside of the tokens
+    drawn = [[rng.randint(lowest, each + highest) for _ in range(sequences + 1)] for each in (tokens_q, tokens_k)]
+    return tokens_q, tokens_k, sequences, [sorted(each) for each in drawn] if seed < 15 else drawn
+
+
+def bounds_of(drawn, ends):
+    """Return where parts begin and end, inside of the tokens."""
+    return [[0, *(min(max(start, 0), end) for start in each), end] for each, end in zip(drawn, ends, strict=True)]
+
+
 @pytest.mark.parametrize("seed", range(20) if LONG else (0, 9, 12, 19))
+@pytest.mark.parametrize("training", NARROW, indirect=True)
 def test_the_list_has_every_tile_once(training, seed):
     """Tiles end with their sequence, those of most queries come first, and each sequence has query tiles of its own."""
     rng = random.Random(seed)
-    tokens_q, tokens_k, sequences, block_m = rng.randint(1, 900), rng.randint(1, 900), rng.randint(1, 9), rng.choice((64, 128))
-    lowest, highest = (0, 0) if seed < 10 else (-50, 50)  # limits of starts outside of the tokens
-    drawn = [[rng.randint(lowest, each + highest) for _ in range(sequences + 1)] for each in (tokens_q, tokens_k)]
-    drawn = [sorted(each) for each in drawn] if seed < 15 else drawn
+    tokens_q, tokens_k, sequences, drawn = draw_starts(rng, seed)
+    block_m = rng.choice((64, 128))
     q, k = (torch.empty(1, 3, each, 16) for each in (tokens_q, tokens_k))
     found = names_in(training.__name__.removeprefix("stages."), "backward")["list_tiles"]
     listed, most, head_tiles = found(Starts(*map(on_device, drawn)), q, k, block_m)
@@ -173,8 +213,7 @@ def test_the_list_has_every_tile_once(training, seed):
         assert place + tiles_m < head_tiles or tiles_m == 0 and place == head_tiles - 1
     if seed >= 15:
         return
-    ends = tokens_q, tokens_k
-    bounds = [[0, *(min(max(start, 0), end) for start in each), end] for each, end in zip(drawn, ends, strict=True)]
+    bounds = bounds_of(drawn, (tokens_q, tokens_k))
     expected, used = [], []
     for part, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(*map(itertools.pairwise, bounds), strict=True)):
         queries, keys = end_q - first_q if 0 < part <= sequences else 0, end_k - first_k
@@ -191,8 +230,39 @@ def test_the_list_has_every_tile_once(training, seed):
     assert len(used) == len({*used})
 
 
+@pytest.mark.parametrize("seed", range(20) if LONG else (0, 9, 12, 19))
+@pytest.mark.parametrize("training", WIDE, indirect=True)
+def test_both_lists_have_every_tile_once(training, seed):
+    """Tiles of parts that see most tokens come first, and each part has its own statistics."""
+    tokens_q, tokens_k, sequences, drawn = draw_starts(random.Random(seed), seed)
+    found = names_in(training.__name__.removeprefix("stages."), "backward")["list_tiles"]
+    key_list, query_list, head_tiles = found(Starts(*map(on_device, drawn)), tokens_q, tokens_k, 64)
+    lists, both = [], (tokens_q, tokens_k)
+    for listed, (seen, own), rows in ((key_list, both, 64), (query_list, both[::-1], 128)):
+        (number, statistics, *_), *entries = listed.tolist()
+        lists.append([entry[:6] for entry in entries[:number]])
+        assert 0 < number <= len(entries) and statistics == head_tiles
+        for tile, part, first, length, first_seen, its_seen in lists[-1]:  # inside of the tensors, for any starts
+            assert 0 <= tile * rows < length and 0 <= first <= first + length <= own and 0 <= part <= sequences + 1
+            assert 0 <= first_seen <= first_seen + its_seen <= seen and (its_seen == 0 or 0 < part <= sequences)
+    if seed >= 15:
+        return
+    parts = list(zip(*map(itertools.pairwise, bounds_of(drawn, both)), strict=True))
+    for listed, side, rows in zip(lists, (1, 0), (64, 128), strict=True):
+        expected = []
+        for part, bounds in enumerate(parts):
+            (first, end), (first_seen, end_seen) = bounds[side], bounds[1 - side]
+            seen = end_seen - first_seen if 0 < part <= sequences else 0
+            expected += [[tile, part, first, end - first, first_seen, seen] for tile in range(-(-(end - first) // rows))]
+        assert listed == sorted(expected, key=lambda entry: -entry[5])  # keeps the order of equal ones
+    used = [
+        first // 64 + part + tile for part, ((first, end), _) in enumerate(parts) for tile in range((end - first + 63) // 64)
+    ]
+    assert len(used) == len({*used}) and max(used) < head_tiles
+
+
 def test_the_host_never_reads_the_starts(training):
-    packed = Trained([(3, 5), (0, 2)])
+    packed = Trained([(3, 5), (0, 2)], 2, 1, *sizes(training))
     with Unread():
         packed.gradients(training, True)
     if DEVICE == "cuda":
@@ -207,9 +277,9 @@ def test_the_host_never_reads_the_starts(training):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_calls_and_graphs_take_new_starts(training, head_dim):
     """Later calls replay the second call's launches with their own starts, and so does a captured graph."""
-    packed = Trained(SAME, head_dim=head_dim)
+    packed = Trained(SAME, 2, 1, *sizes(training, head_dim))
     for pairs in (SAME, OTHERS, SAME[::-1]):
-        check(training, Trained(pairs, head_dim=head_dim))
+        check(training, Trained(pairs, 2, 1, *sizes(training, head_dim)))
     given = [tensor.requires_grad_() for tensor in packed.tensors]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -218,7 +288,7 @@ def test_calls_and_graphs_take_new_starts(training, head_dim):
     for pairs in (OTHERS, SAME[::-1]):
         packed.pairs = pairs
         with torch.no_grad():
-            for own, new in zip((*given, *packed.starts), Packed(pairs, head_dim=head_dim), strict=True):
+            for own, new in zip((*given, *packed.starts), Packed(pairs, 2, 1, *sizes(training, head_dim)), strict=True):
                 own.copy_(new)
         graph.replay()
         assert_gradients(gradients, packed, True)
@@ -246,7 +316,7 @@ def weigh(out, lse):
 @pytest.fixture
 def loss(training):
     """Packed sequences with tokens of no sequence behind them, and a function of them and of q, k and v that also uses LSE."""
-    packed = Packed([(3, 5), (0, 2), (9, 4), (4, 0)], behind=2)
+    packed = Packed([(3, 5), (0, 2), (9, 4), (4, 0)], 2, 1, *sizes(training), behind=2)
     tokens = packed.starts[0][-1].item()
 
     def function(q, k, v, *starts):
@@ -303,16 +373,17 @@ def test_compiled_and_in_transforms(loss):
 
 @pytest.mark.long
 def test_as_a_registered_operator(training):
-    packed = Packed(SAME)
+    packed = Packed(SAME, 2, 1, *sizes(training))
     name = training.__name__.removeprefix("stages.")
     given = [tensor.requires_grad_() for tensor in packed.tensors]
     torch.library.opcheck(getattr(torch.ops.kernel_evolution, f"{name}_varlen").default, (*given, *packed.starts, True, SCALE))
 
 
 def test_gradients_that_are_refused(training):
-    """The newest stage refuses what the track's stage refuses. A head dimension is refused before any kernel."""
-    for stage, sizes in itertools.product((training, stages.load("newest")), ((256, 64), (64, 256))):
-        packed = Packed([(2, 3)], 1, 1, *sizes)
+    """A head dimension is refused before any kernel. The newest stage uses no kernels for D = 256."""
+    refusing = [stages.load("newest"), *[training] * (not is_wide(training))]
+    for stage, both in itertools.product(refusing, ((256, 64), (64, 256))):
+        packed = Packed([(2, 3)], 1, 1, *both)
         packed.tensors[1].requires_grad_()
         with pytest.raises(NotImplementedError, match="attention_varlen with a head dimension above 128 has no gradients"):
             stage.attention_varlen(*packed)
@@ -325,6 +396,17 @@ def test_gradients_that_are_refused(training):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("training", WIDE, indirect=True)
+def test_wide_gradients_are_deterministic(training):
+    """No two CTAs add to a gradient at D = 256."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(training, Trained([(2, 3), (3, 2)], 1, 1, 256, 16))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("training", NARROW, indirect=True)
 def test_the_newest_stage_takes_the_track_s_gradients(training):
     newest = stages.load("newest")
     assert newest.__name__ in map("stages.{}".format, TRAINING)

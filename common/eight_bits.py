@@ -15,7 +15,7 @@ def quantized(tensor: Tensor) -> tuple[Tensor, Tensor]:
     448. Numbers under 1/28,672 of it are rounded to multiples of 1/229,376 of it.
 
     Args:
-        tensor: [B, Hkv, S, D].
+        tensor: [B, Hkv, S, D]. All S positions count for the factor. So fill those behind a sequence with zeros.
 
     Returns:
         k or v for an `attention` that takes caches in 8 bits, and its `k_descale` or `v_descale`, [B, Hkv]: `tensor` is their

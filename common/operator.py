@@ -30,8 +30,16 @@ OF_SDPA = {  # arguments of PyTorch's scaled_dot_product_attention that a user m
     "attn_mask": "attn_mask: not supported; there is only causal=True and causal='bottom-right'",
     "dropout_p": "dropout_p: not supported",
 }
+OF_VARLEN = {  # arguments of FlashAttention's flash_attn_varlen_func
+    "max_seqlen_q": "max_seqlen_q: not needed; leave it out",
+    "max_seqlen_k": "max_seqlen_k: not needed; leave it out",
+    "softmax_scale": "softmax_scale: this function's name for it is scale",
+    "return_attn_probs": "return_attn_probs: not supported; return_lse=True returns the log-sum-exp",
+    "block_table": "block_table: not supported for packed sequences; attention takes a page_table for caches",
+}
 NO_GRADIENTS = "{} has no gradients, but q, k or v requires gradients; call {} under torch.no_grad()"
 OF_CACHE = NO_GRADIENTS.format("cache_seqlens", "attention")
+OF_FACTORS = "{} has no gradients, but requires gradients; detach it, or call attention under torch.no_grad()"
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
 PAGE_TABLE = 7  # number of a forward's argument `page_table`; a backward has a float there
@@ -151,6 +159,12 @@ def _packed_under_vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tup
     return tuple(result.unflatten(dim, (size, -1)) for result, dim in zip(results, dims, strict=True)), dims
 
 
+def _outside(starts: Tensor, tokens: int) -> Tensor:
+    """Return which tokens lie before the first or behind the last sequence, [tokens, 1, 1]."""
+    token = torch.arange(tokens, device=starts.device)[:, None, None]
+    return (token < starts[0]) | (token >= starts[-1])
+
+
 def _register(
     name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable, under_vmap: Callable
 ) -> Callable:
@@ -217,7 +231,8 @@ def _differentiable(
             weight = weight.transpose(0, 1) if starts else weight
             mean_key, _ = forward_op(q, k, k, *options)
             addend = (weight * mean_key).to(dq.dtype)
-            dq = dq + (addend.masked_fill(weight == 0, 0) if starts else addend)  # mean_key may be NaN outside of sequences
+            # Outside of sequences, mean_key is undefined.
+            dq = dq + (addend.masked_fill((weight == 0) | _outside(starts[0], len(q)), 0) if starts else addend)
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
         return dq, dk, dv, *[None] * 7
 
@@ -371,6 +386,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             check_cache_seqlens(cache_seqlens, q)
             if differentiable:
                 raise NotImplementedError(OF_CACHE)
+            for argument, factors in (("k_descale", k_descale), ("v_descale", v_descale)):
+                if factors is not None and factors.requires_grad and torch.is_grad_enabled():
+                    raise NotImplementedError(OF_FACTORS.format(argument))
         # With lengths, a mask is aligned to each length, and more queries than keys are no error.
         causal, diagonal = checked_causal(causal, q.shape[2], k.shape[2] if cache_seqlens is None else q.shape[2])
         return_lse = checked_flag("return_lse", return_lse)
@@ -429,7 +447,7 @@ def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callabl
             lambda inputs: check_gradients(inputs[0], inputs[2]), _packed_under_vmap,
         )  # fmt: skip
 
-    def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale=None, return_lse=False):
+    def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale=None, return_lse=False, **others):
         """Compute exact attention of packed sequences: the tokens of all sequences follow each other in each tensor.
 
         If the stage's backward takes packed sequences, the result is differentiable in q, k and v, as in `attention`.
@@ -457,13 +475,19 @@ def _make_varlen(package: str, forward: Callable, backward: Callable) -> Callabl
         above the number of tokens as this number. Results are undefined if starts fall.
 
         Raises:
-            TypeError, ValueError: as `attention`; also for float32, and for wrong `cu_seqlens`.
+            TypeError, ValueError: as `attention`; also for float32, for wrong `cu_seqlens`, and for `others`, such as
+                FlashAttention's `max_seqlen_q`.
             NotImplementedError: the stage takes no packed sequences; or an input has a tangent; or an input requires gradients,
                 and D or Dv is 256, or the stage has no gradients of packed sequences, or, in the backward,
                 `torch.use_deterministic_algorithms` is on.
         """
+        for other in others:
+            message = f"attention_varlen() got an unexpected keyword argument {other!r}"
+            raise TypeError((OF_SDPA | OF_VARLEN).get(other, message))
         if not takes_starts:
-            raise NotImplementedError(f"{name} takes no packed sequences; stages of the track `lengths` do, from its second on")
+            raise NotImplementedError(
+                f"{name} takes no packed sequences; the newest stage does, and the track `lengths` from its second stage on"
+            )
         q, k, v = autocast(q, k, v)
         check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
         differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

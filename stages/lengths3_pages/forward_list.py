@@ -38,22 +38,22 @@ def _list_kernel(
     own = tl.program_id(0)
     first_q, queries = _sequence(starts_q_ptr, own, sequences, tokens_q)
     first_k, keys = _sequence(starts_k_ptr, own, sequences, tokens_k)
-    first, total = 0, 0
+    first, total = tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # int64: starts that fall may make more than 2**31 tiles
     for start in range(0, sequences, CHUNK):
         other = start + tl.arange(0, CHUNK)
         _, other_queries = _sequence(starts_q_ptr, other, sequences, tokens_q)
         _, other_keys = _sequence(starts_k_ptr, other, sequences, tokens_k)
         tiles, _ = _tiles(other_queries, other_keys, BLOCK_M, CAUSAL)
         is_before = (other_keys > keys) | ((other_keys == keys) & (other < own))
-        first += tl.sum(tl.where(is_before, tiles, 0))
-        total += tl.sum(tiles)
+        first += tl.sum(tl.where(is_before, tiles, 0).to(tl.int64))
+        total += tl.sum(tiles.to(tl.int64))
     if own == 0:
         tl.store(list_ptr, 0)
         tl.store(list_ptr + 1, tl.minimum(total, most))
     tiles, before = _tiles(queries, keys, BLOCK_M, CAUSAL)
     for start in range(0, tiles, CHUNK):
         tile = start + tl.arange(0, CHUNK)
-        entry = list_ptr + (1 + first + tile).to(tl.int64) * FIELDS
+        entry = list_ptr + (1 + first + tile) * FIELDS
         inside = (tile < tiles) & (first + tile < most)  # starts that do not rise may make more tiles
         tl.store(entry, (tiles - 1 - tile) * BLOCK_M - before, mask=inside)
         tl.store(entry + 1, first_q, mask=inside)

@@ -19,7 +19,7 @@ def _batch(desc, start_n, tile, problem):
     else:
         pages = problem.seq_k // desc.shape[2]  # of a sequence
         page = gl.minimum(start_n // desc.shape[2] + gl.arange(0, 32, LANES), pages - 1)
-        return gl.load(problem.table + tile.kv_batch * pages + page)
+        return gl.load(problem.table + tile.kv_batch.to(gl.int64) * pages + page)
 
 
 @gluon.jit

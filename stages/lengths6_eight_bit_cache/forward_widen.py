@@ -26,7 +26,10 @@ def _widen(source, target):
     COLUMNS: gl.constexpr = target.shape[3]
     # A thread reads 8 bytes and stores 16. Neighbours take neighbouring columns, so no two use one bank of shared memory.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    matrix(target).store(matrix(source).load(layout).to(target.dtype))
+    numbers = matrix(source).load(layout)
+    if target.dtype == gl.bfloat16:
+        numbers = numbers.to(gl.float32)  # else each number takes an F2F.BF16.F16, and an SM runs few of these in a cycle
+    matrix(target).store(numbers.to(target.dtype))
 
 
 @gluon.jit
@@ -56,11 +59,14 @@ def _widener(tensors, ring, wide, share, problem, CAUSAL: gl.constexpr):
 
 
 def widened_in_memory(tensor, descale, dtype, table):
-    """Return K or V of a cache in 8 bits as a cache of 16 bits, in one piece."""
+    """Return K or V of a cache in 8 bits, times its factors, as a cache of 16 bits, in one piece.
+
+    The product is rounded to 16 bits once more, and may overflow float16.
+    """
     if table is not None:
         pages = tensor.view(torch.uint8)  # because PyTorch does not index 8-bit floats everywhere
         known = (table >= 0) & (table < len(pages))
         found = pages[table.clamp(0, len(pages) - 1)] * known[..., None, None, None]  # [B, N, Hkv, page size, D]
         tensor = found.transpose(1, 2).flatten(2, 3).view(tensor.dtype)
-    wide = tensor.to(torch.float32)
-    return (wide if descale is None else wide * descale[:, :, None, None]).to(dtype)
+    wide = tensor.to(dtype)
+    return wide if descale is None else wide.mul_(descale[:, :, None, None])  # in place, because a cache may fill the memory

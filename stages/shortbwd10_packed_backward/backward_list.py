@@ -15,19 +15,20 @@ def _list_kernel(starts_q_ptr, starts_k_ptr, list_ptr, sequences, tokens_q, toke
     BLOCK_N: tl.constexpr = CONSUMERS * ROWS
     own = tl.program_id(0)
     first_q, queries, first_k, keys = lengths_of(own, starts_q_ptr, starts_k_ptr, sequences, tokens_q, tokens_k)
-    before, total = 0, 0
+    before, total = tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # int64: starts that fall may make more than 2**31 tiles
     for start in range(0, sequences + 2, CHUNK):
         part = start + tl.arange(0, CHUNK)
         _, its_queries, _, its_keys = lengths_of(part, starts_q_ptr, starts_k_ptr, sequences, tokens_q, tokens_k)
         is_before = (its_queries > queries) | ((its_queries == queries) & (part < own))
-        before += tl.sum(tl.where(is_before, tl.cdiv(its_keys, BLOCK_N), 0))
-        total += tl.sum(tl.cdiv(its_keys, BLOCK_N))
+        tiles = tl.cdiv(its_keys, BLOCK_N).to(tl.int64)
+        before += tl.sum(tl.where(is_before, tiles, 0))
+        total += tl.sum(tiles)
     if own == 0:
         tl.store(list_ptr, tl.minimum(total, most))
     tiles_m, tiles_n = tl.cdiv(queries, BLOCK_M), tl.cdiv(keys, BLOCK_N)
     for start in range(0, tiles_n, CHUNK):
         tile = start + tl.arange(0, CHUNK)
-        entry = list_ptr + (1 + before + tile).to(tl.int64) * FIELDS
+        entry = list_ptr + (1 + before + tile) * FIELDS
         inside = (tile < tiles_n) & (before + tile < most)  # starts that fall may make more tiles
         tl.store(entry, tile * BLOCK_N, mask=inside)
         tl.store(entry + 1, first_k, mask=inside)

@@ -27,11 +27,13 @@ SELECTIONS = {
 LENGTHS = {"arch": (90,), "dtype": ("float16", "bfloat16"), "causal": BOTH, "lengths": (True,)}
 PACKED = LENGTHS | {"lengths": (aot.PACKED,)}
 PAGES = LENGTHS | {"lengths": (aot.PAGES,), "head_dim": (64, 128, 256)}
+EIGHT_BITS = LENGTHS | {"lengths": (aot.EIGHT_BITS,)}
 CHOSEN = [  # the default run compiles only the newest stage, and the newest stage that needs no Hopper GPU
     (stages.newest(), {"arch": (90,), "head_dim": (64,)}), (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
     *(pytest.param(name, LENGTHS, marks=pytest.mark.long, id=f"{name}-lengths") for name in taking_lengths()),
     *(pytest.param(name, PACKED, marks=pytest.mark.long, id=f"{name}-packed") for name in taking_lengths("starts")),
     *(pytest.param(name, PAGES, marks=pytest.mark.long, id=f"{name}-pages") for name in taking_pages()),
+    *(pytest.param(name, EIGHT_BITS, marks=pytest.mark.long, id=f"{name}-8-bit") for name in taking_lengths("descales")),
     *(
         pytest.param(name, SELECTIONS[key], marks=pytest.mark.long, id=f"{name}-{key}")
         for name, key in itertools.product(NAMES, SELECTIONS)
@@ -139,3 +141,11 @@ def test_differences_name_the_kernel_and_what_changed():
     assert [re.sub(" .*:", ":", line) for line in aot.differences(before, after)] == [
         "_a: registers 80 -> 81", "_b: -1 add.s32, +1 mul.f32", "_gone: only before", "_new: only after"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", taking_lengths("descales"))
+def test_8_bits_become_bfloat16_without_slow_conversions(name):
+    """ptxas makes one F2F instruction of each cvt.bf16.f16, and F2FP, two numbers at a time, of cvt.rn.bf16x2.f32."""
+    records = compiled(name, arch=(90,), dtype=("bfloat16",), head_dim=(16,), lengths=(aot.EIGHT_BITS,))
+    (kernel,) = (row for row in records if row["ptx"]["cvt.rn.f16x2.e4m3x2"])
+    assert kernel["ptx"]["cvt.bf16.f16"] == 0

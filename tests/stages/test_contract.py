@@ -41,7 +41,7 @@ def test_a_stage_exports_the_contract(module):
     starts = ["starts"] if arguments["backward"][-1] == "starts" else []
     assert arguments == {
         "attention": ["q", "k", "v", "causal", "scale", "return_lse", *CACHED, "others"],
-        "attention_varlen": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "causal", "scale", "return_lse"],
+        "attention_varlen": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "causal", "scale", "return_lse", "others"],
         "forward": ["q", "k", "v", "causal", "scale", "diagonal", *lengths],
         "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal", *starts],
     }

@@ -9,6 +9,7 @@ from cases import LONG, available, make_inputs, names_in, set_names, taking_leng
 from test_lengths import SCALE, Unread, on_device
 from test_paged_caches import Cache
 from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stages
 from common.checks import EIGHT_BITS
@@ -265,6 +266,17 @@ def test_other_stages_and_gradients_are_refused(taking):
         taking.attention(**given() | {"q": given()["q"].requires_grad_()})
 
 
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_gradients_of_factors_are_refused(taking, name):
+    """They would be missing without a word. Without gradients, a factor may be a Parameter."""
+    call = given()
+    call[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{name} has no gradients"):
+        taking.attention(**call)
+    with torch.no_grad():
+        assert not taking.attention(**call).requires_grad
+
+
 def test_quantized():
     """The relative error is at most 1/16, except for numbers that are tiny beside their head's largest."""
     x = torch.randn(2, 3, 50, 16, device=DEVICE)
@@ -283,3 +295,22 @@ def test_few_registers_refuse_wide_heads(taking):
     takes = names_in(taking.__name__.removeprefix("stages."))["takes"]
     q = torch.empty(2, 4, 1, 256, dtype=HALF)
     assert [takes(q, 100, width, 4, False) for width in (16, 128, 256)] == [True, True, False]
+
+
+class NoFloat32(TorchDispatchMode):
+    """Fail if an operator returns a large tensor in float32."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        assert result.dtype != torch.float32 or result.numel() < CAPACITY, func
+        return result
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_a_cache_is_widened_in_memory_in_16_bits(taking, dtype):
+    """A copy in float32 would take four times the memory of the cache. The rounding is as in float32."""
+    eight = Eight.of(1, (CAPACITY, CAPACITY), heads=2, kv_heads=1, rounded=True)
+    widened_in_memory = names_in(taking.__name__.removeprefix("stages."))["widened_in_memory"]
+    with NoFloat32():
+        found = [widened_in_memory(*each, dtype, None) for each in zip((eight.k, eight.v), eight.descales, strict=True)]
+    assert all(map(torch.equal, found, eight.wide(dtype)))

@@ -121,6 +121,22 @@ def test_offsets_of_splits_and_of_the_output(name, launch, huge):
     assert (out[offset : offset + value_dim] == 2).all() and lse[row].item() == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize(
+    "pass_, name", [(each, name) for each in ("forward", "backward") for name in stages_with("_list_kernel", each)]
+)
+def test_a_list_of_more_than_2_to_the_31_tiles(pass_, name, launch):
+    """If starts fall, 1024 sequences may have all tokens. The short sequence's tile comes behind all of theirs."""
+    tokens, most, first = 2**29, 3, 0 if pass_ == "forward" else 1  # in the backward, part 0 has the tokens before sequence 0
+    starts = torch.tensor([0, 1] + [tokens, 0] * 1024, dtype=torch.int32)
+    listed = torch.full((1 + most, 8), -7, dtype=torch.int32)
+    sizes = {"sequences": len(starts) - 1, "tokens_q": tokens, "tokens_k": tokens, "most": most, "unused": 0, "BLOCK_M": 128}
+    tensors = {"starts_q_ptr": starts, "starts_k_ptr": starts, "list_ptr": listed}
+    kernel = names_in(name, pass_)["_list_kernel"]
+    for program in {0, first}:
+        launch(kernel, program, **{each: (tensors | sizes | {"CAUSAL": False})[each] for each in kernel.arg_names})
+    assert listed[0, 1 - first] == most and (listed[1:] == -7).all()
+
+
 @gluon.jit
 def _store_kernel(out_desc, out_ptr, batch, head, start):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])

@@ -12,7 +12,7 @@ import stages
 from common import recording
 from common.checks import BOTTOM_RIGHT
 from common.interpreter import schedule
-from common.runtime import DEVICE, INTERPRETED
+from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -136,6 +136,19 @@ def test_pages_in_order_are_like_a_cache_in_one_piece(taking, page_size):
     lengths = cache.options["cache_seqlens"]
     expected = taking.attention(cache.q, *cache.unpaged(), causal=True, scale=SCALE, cache_seqlens=lengths)
     torch.testing.assert_close(cache.check(taking), expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU would hold the whole table")
+def test_a_table_of_more_than_2_to_the_31_pages(taking, tmp_path):
+    """The table is a sparse file of zeros, except the last sequence's first number. Its offset is more than 2**31."""
+    batch, pages = 18, 2**27 - 64
+    table = torch.from_file(f"{tmp_path}/table", shared=True, size=batch * pages, dtype=torch.int32).view(batch, pages)
+    table[-1, 0] = 1
+    q, k, _, _ = make_inputs(1, 16, 16, HALF, batch=batch, heads=1)
+    k = k[:2].transpose(1, 2)  # two pages, which are both K and V
+    with interpreted_as(Device(num_sms=2)):
+        out = taking.attention(q, k, k, cache_seqlens=on_device([1] * batch), page_table=table)
+    assert (out[:-1] == k[0, 0]).all() and (out[-1] == k[1, 0]).all()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter's kernels")

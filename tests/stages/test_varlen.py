@@ -326,6 +326,10 @@ BAD = {
     "no sequence": (changed(OF_Q, lambda t: t[:1]), ValueError, r"cu_seqlens_q must have .* B >= 1, got \(1,\)"),
     "another batch": (changed(OF_K, lambda t: t[1:]), ValueError, r"cu_seqlens_k must have .* \(3,\), got \(2,\)"),
     "starts elsewhere": (changed(OF_Q, lambda t: t.to(ELSEWHERE)), ValueError, "cu_seqlens_q must be on the device of q"),
+    "a length": ({"max_seqlen_q": 4}, TypeError, "max_seqlen_q: not needed; leave it out"),
+    "another name": ({"softmax_scale": 1.0}, TypeError, "softmax_scale: this function's name for it is scale"),
+    "of SDPA": ({"is_causal": True}, TypeError, "is_causal: this function's name for it is causal"),
+    "unknown": ({"window": 4}, TypeError, r"attention_varlen\(\) got an unexpected keyword argument 'window'"),
     "causal": ({"causal": "top-left"}, ValueError, "causal must be a bool or 'bottom-right', got 'top-left'"),
     "scale": ({"scale": "1"}, TypeError, "scale must be a number or None, got str"),
     "return_lse": ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
@@ -341,7 +345,7 @@ def test_bad_arguments_are_refused(taking, wrong, error, message):
 
 def test_other_stages_refuse_packed_sequences():
     for name in set(stages.names()) - set(taking_lengths("starts")):
-        with pytest.raises(NotImplementedError, match=f"{name} takes no packed sequences; stages of the track `lengths`"):
+        with pytest.raises(NotImplementedError, match=f"{name} takes no packed sequences; the newest stage does"):
             stages.load(name).attention_varlen(**GOOD)
 
 

@@ -263,6 +263,25 @@ def test_the_log_sum_exp_has_gradients(loss):
         torch.testing.assert_close(got.double(), expected, atol=0.01, rtol=0.01)
 
 
+def test_tokens_of_no_sequence_have_zeros_as_gradients_of_the_log_sum_exp(training):
+    """Their rows are NaN, and so may be the gradient of their log-sum-exp, which is undefined."""
+    packed = Packed([(3, 2), (4, 5), (2, 2)], behind=2)
+    for tensor in packed.of_sequence(0):
+        tensor.fill_(torch.nan)
+    starts = [each[1:].clone() for each in packed.starts]
+    starts[0][-1] -= 1  # so the last query belongs to no sequence, and is no NaN
+    given = [tensor.requires_grad_() for tensor in packed.tensors]
+    for grad_lse in (1.0, torch.nan):
+        _, lse = training.attention_varlen(*given, *starts, causal=True, scale=SCALE, return_lse=True)
+        grad_lse = torch.full_like(lse, grad_lse)
+        grad_lse[:, 3:8] = 1
+        gradients = torch.autograd.grad(lse, given, grad_lse)
+        for gradient, (first, last) in zip(gradients, ((3, 8), (2, 9), (2, 9)), strict=True):
+            assert (gradient[:first] == 0).all() and (gradient[last:] == 0).all()
+            assert gradient.isfinite().all()
+        assert (gradients[0][3:8] != 0).any()
+
+
 @pytest.mark.long
 def test_compiled_and_in_transforms(loss):
     packed, function = loss

@@ -69,7 +69,7 @@ def traffic_of_step(name: str) -> str:
     if not rows:
         return f"Same bytes and FLOPs as {results.spoken(parent)}."
     link = "[One head](../../docs/measuring.md#counted-traffic)"
-    words = f"{link}, {results.COUNTED_AT} tokens. *ms*: [predicted]({PREDICTION}), 16k tokens."
+    words = f"{link}, {results.COUNTED_AT} tokens. *ms*: [predicted]({PREDICTION}), 16k-token batch."
     return f"{words}\n\n{_step_table(rows, list(columns))}"
 
 

@@ -99,7 +99,7 @@ def headline(found: list[results.Run]) -> str:
     rows, used = [], []
     for pass_, run in zip(results.CODE, held[last], strict=True):
         gains = [results.gain(found, last, name, pass_, HEAD_DIM) for name in (first, *libraries)]
-        rate = f"{run.rate(last, results.mean_over(pass_, HEAD_DIM)):.0f}"
+        rate = f"{run.rate(last, results.mean_over(pass_, HEAD_DIM)):.0f} ({results.gpu_of(run.machine)})"
         rows.append([PASS_NAMES[pass_], rate, *(str(each[0]) if each else "-" for each in gains)])
         used += [run, *(each[1] for each in gains if each)]
     headers = [
@@ -117,11 +117,10 @@ def random_shapes() -> list[str]:
     if not path.exists():
         return []
     run = results.load_run(path)
-    libraries = " and ".join(map(results.spoken, run.libraries))
     drawn = len({dataclasses.replace(work, pass_="fwd") for work in run.works})
     name = next(name for name in run.names if name not in run.libraries)
     words = (
-        f"{drawn} random shapes, mean (lowest), over the faster of {libraries}. No constant is fitted to them. "
+        f"{drawn} random shapes: mean (lowest), and how many are slower. No constant in the code was fitted to them. "
         f"{results.measured([run])}"
     )
     return [shapes.brief(run, name), words]

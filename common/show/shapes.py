@@ -45,16 +45,20 @@ def overview(run: Run, name: str) -> str:
 
 
 def brief(run: Run, name: str) -> str:
-    """Return a table of an implementation's mean and lowest speed over the fastest library, by pass and head dimension."""
+    """Return a table of an implementation's mean and lowest speed over the fastest library, by pass and head dimension. It
+    also says on how many shapes the implementation is slower."""
     found = {key: [*speeds(run, name, works).values()] for key, works in groups(run).items()}
     dims, rows = sorted({head_dim for _, head_dim in found}), []
     for pass_, spelled in CODE.items():
         each = [found.get((pass_, head_dim)) for head_dim in dims]
         mark = CHANGED * any(record["pass"] == pass_ and changed(record) for record in run.records if record["impl"] == name)
-        means = [f"×{shown(statistics.geometric_mean(values))} ({shown(min(values))})" if values else "" for values in each]
-        cells = [mean + mark if mean else "-" for mean in means]
+        cells = [
+            f"×{shown(statistics.geometric_mean(values))} ({shown(min(values))}){mark}, "
+            f"{sum(value < 1 for value in values)} of {len(values)}" if values else "-" for values in each
+        ]  # fmt: skip
         rows.append([spelled, *cells])
-    first = f"{spoken(name)} over the fastest library"
+    libraries = [spoken(library) for library in run.libraries]
+    first = f"{spoken(name)} over the fastest of {' and '.join(libraries)}"
     return markdown(rows, [first, *(f"D = {head_dim}" for head_dim in dims)], (first,))
 
 

@@ -357,7 +357,9 @@ def print_story(track: str | None = None):
         shown += [*(_track_row(each, max(map(len, found))) for each in found), ""]
     about = tracks.read(track)
     where = f"Workloads: {about.words}." if about else "" if track else f"D = {HEAD_DIM}."
-    words = f"×: speed over the stage before. Bar: share of the fastest library's speed. {where}"
+    words = (
+        f"×: speed over the stage before. Bar: share of the fastest library's speed. Empty: not measured, or same code. {where}"
+    )
     print(*shown, *(_wrapped(part) for part in (words, *legend("\n".join(shown)))), sep="\n")
     print(f"next: {after(stages.line(track or stages.TRUNK)[0])}")
 

@@ -27,10 +27,13 @@ PROBLEMS = [  # batch, heads, K/V heads, queries, keys, D, Dv, causal; on 132 SM
 SMALL = [(1, 2, 1, 1, 300, 64, 64, False), (1, 2, 2, 300, 1000, 128, 128, True), (2, 4, 4, 256, 700, 32, 32, False)]
 
 
+def end_of(track):
+    """Return the last stage of a track whose kernels a GPU has run."""
+    return [name for name in stages.line(track) if not hasattr(stages.load(name), "UNTRIED")][-1]
+
+
 def test_every_track_is_chosen_and_is_a_track_s_end():
-    """A stage whose kernels no GPU has run is not chosen, and ends no track here."""
-    tried = ([name for name in stages.line(track) if not hasattr(stages.load(name), "UNTRIED")] for track in stages.tracks())
-    assert FORWARDS | BACKWARDS <= {line[-1] for line in tried}
+    assert FORWARDS | BACKWARDS <= set(map(end_of, stages.tracks()))
     with interpreted_as(H100):
         chosen = [NEWEST.choice(*problem) for problem in PROBLEMS]
     assert {choice.forward for choice in chosen} == FORWARDS
@@ -78,7 +81,7 @@ def test_the_chosen_pass_runs(monkeypatch):
 @pytest.mark.parametrize("call", ["attention", "attention_varlen"])
 def test_different_lengths_run_the_end_of_their_track(call):
     """The newest stage passes all options on, so its results are those of the track's end."""
-    end = stages.load(stages.line("lengths")[-1])
+    end = stages.load(end_of("lengths"))
     lengths = torch.tensor([0, 70, 128] if call == "attention_varlen" else [90, 100], dtype=torch.int32, device=DEVICE)
     q, k, v = (tensor.detach() for tensor in make_inputs(128, 128, 64, batch=2)[:3])
     arguments = (q, k, v)

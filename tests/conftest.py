@@ -79,7 +79,9 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("stage", cases.tested(), indirect=True)
     if "part" in metafunc.fixturenames:
         every = metafunc.definition.get_closest_marker("every_part")
-        metafunc.parametrize("part", cases.parts() if every else cases.usual_parts(), ids=str, indirect=True)
+        metafunc.parametrize(
+            "part", cases.parts() if every else cases.usual_parts(metafunc.function.__name__), ids=str, indirect=True
+        )
 
 
 def pytest_collection_modifyitems(items):

@@ -143,6 +143,7 @@ def test_differences_name_the_kernel_and_what_changed():
     ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", taking_lengths("descales"))
 def test_8_bits_become_bfloat16_without_slow_conversions(name):
     """ptxas makes one F2F instruction of each cvt.bf16.f16, and F2FP, two numbers at a time, of cvt.rn.bf16x2.f32."""

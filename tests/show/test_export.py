@@ -26,7 +26,7 @@ stages.load(sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("name", ["v3", stages.newest()])
+@pytest.mark.parametrize("name", [pytest.param("v3", marks=pytest.mark.long), stages.newest()])
 def test_an_exported_stage_runs_alone(name, tmp_path):
     export(name, tmp_path / "mine")
     if reason := stages.unavailable(stages.resolve(name)):

@@ -78,7 +78,9 @@ def test_what_fails_leaves_everything_as_it_was(tree, monkeypatch, capsys, sourc
 
 
 @pytest.mark.parametrize("command", [
-    ["common.show.story", "diff", "v3", "v3x"], ["bench", "--stage=v3x"], ["pytest", "-q", "tests/test_layout.py"],
+    ["common.show.story", "diff", "v3", "v3x"],
+    pytest.param(["bench", "--stage=v3x"], marks=pytest.mark.long),
+    pytest.param(["pytest", "-q", "tests/test_layout.py"], marks=pytest.mark.long),
 ], ids=" ".join)  # fmt: skip
 def test_a_syntax_error_is_one_line_with_its_file(tree, command):
     path = tree / "stages" / "v3x_copy" / "forward.py"

@@ -365,7 +365,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
         q, k, v = autocast(q, k, v)
         eight = EIGHT_BITS in (getattr(k, "dtype", None), getattr(v, "dtype", None))
-        if eight and not takes_eight_bits:
+        if not takes_eight_bits and (eight or k_descale is not None or v_descale is not None):
             raise NotImplementedError(f"{name} takes no k and v in 8 bits; the last stage of the track `lengths` does")
         if eight and cache_seqlens is None:
             raise ValueError("k and v in 8 bits need cache_seqlens, the numbers of keys of each sequence in the cache")

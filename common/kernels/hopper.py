@@ -18,8 +18,12 @@ from common.runtime import architecture
 HOPPER = range(90, 100)  # compute capabilities of Hopper GPUs, times 10
 LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # one wgmma computes this many rows of its result
-ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-ELEMENTS[torch.float8_e4m3fn] = gl.float8e4nv
+ELEMENTS = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 def unavailable() -> str | None:
@@ -234,12 +238,6 @@ def matrix(buffer):
 def wgmma_layout(rows, columns):
     """Return the register layout of a wgmma's result. Each warp holds 16 of the rows, and all columns."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def wide_layout(rows, columns):
-    """Return the layout in shared memory of a 16-bit operand of wgmma that TMA does not load."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.float16)
 
 
 @gluon.jit

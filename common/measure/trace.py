@@ -96,7 +96,7 @@ def _batch(stage, workload: Workload, lengths: Sequence[int], queries: int | Non
         return packed, starts[:-1], {"starts": Starts(on_device, on_device)}
     longest, mask = max(lengths), {"causal": workload.causal}
     padded = replace(workload, batch=len(lengths), seq_len=queries or longest, kv_len=longest, causal=False)
-    if workload.causal:
+    if workload.causal and "lengths" not in takes:  # lengths align the mask themselves
         mask["diagonal"] = padded.kv_len - padded.seq_len
     keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     return padded, [0], mask | ({"lengths": Lengths(keys)} if "lengths" in takes else {})

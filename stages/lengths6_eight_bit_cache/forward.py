@@ -21,7 +21,6 @@ from common.kernels.hopper import (
     store_rows,
     wait_full,
     wgmma_layout,
-    wide_layout,
 )
 from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
@@ -31,7 +30,7 @@ from .forward_load import _load
 from .forward_merge import merge
 from .forward_scheduler import SETUP, Problem, _after, _key_tiles, _own_share, _place, _row, _tile
 from .forward_softmax import _accumulate, _scores
-from .forward_widen import _descale, _widener, widened_in_memory
+from .forward_widen import _descale, _wide_layout, _widener, widened_in_memory
 
 BLOCK_M = gl.constexpr(128)  # query rows of a tile, for two consumers
 
@@ -206,10 +205,9 @@ def _consumer(tensors, queries, ring, share, problem, w: gl.constexpr, CAUSAL: g
 
 @gluon.jit(do_not_specialize=["batch", "heads", "seq_q", "seq_k"])  # compile once for all lengths
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr,
-    k_descale_ptr, v_descale_ptr, lengths_ptr, table_ptr, scale, batch, heads, heads_per_kv, seq_q, seq_k,
-    SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr, lengths_ptr, table_ptr, scale,
+    k_descale_ptr, v_descale_ptr, batch, heads, heads_per_kv, seq_q, seq_k,
+    SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: gl.constexpr = q_desc.block_shape[-1]
     VALUE_DIM: gl.constexpr = out_desc.block_shape[-1]
@@ -217,8 +215,8 @@ def _forward_kernel(
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
-    k_wide = gl.allocate_shared_memory(q_desc.dtype, [STAGES // 2, 1, 1, BLOCK_N, HEAD_DIM], wide_layout(BLOCK_N, HEAD_DIM))
-    v_wide = gl.allocate_shared_memory(q_desc.dtype, [STAGES // 2, 1, 1, BLOCK_N, VALUE_DIM], wide_layout(BLOCK_N, VALUE_DIM))
+    k_wide = gl.allocate_shared_memory(q_desc.dtype, [STAGES // 2, 1, 1, BLOCK_N, HEAD_DIM], _wide_layout(BLOCK_N, HEAD_DIM))
+    v_wide = gl.allocate_shared_memory(q_desc.dtype, [STAGES // 2, 1, 1, BLOCK_N, VALUE_DIM], _wide_layout(BLOCK_N, VALUE_DIM))
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, 1)
     wide_full, wide_empty = new_ring(STAGES // 2, 1, CONSUMERS)
@@ -309,10 +307,10 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None, de
     shares = lengths.keys.new_empty(tiles, 2)
     _forward_kernel[programs,](
         describe_tile(queries, *rows), describe_keys(k, copied), describe_keys(v, copied), describe_tile(outputs, *rows),
-        outputs, lse, parts, part_lses, shares, *descales, lengths.keys, table, scale,
-        batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
-        SEQUENCES=1 << max(batch - 1, 31).bit_length(), BLOCK_N=BLOCK_N, STAGES=shape.kv_slots,
-        Q_STAGES=shape.q_slots, CAUSAL=masked, num_warps=4, maxnreg=128,
+        outputs, lse, parts, part_lses, shares, lengths.keys, table, scale,
+        *descales, batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
+        SEQUENCES=1 << max(batch - 1, 31).bit_length(), BLOCK_N=BLOCK_N, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots,
+        CAUSAL=masked, num_warps=4, maxnreg=128,
     )  # fmt: skip
     merge(parts, part_lses, shares, out, lse)
     return out, lse

@@ -10,6 +10,12 @@ from common.kernels.hopper import matrix, signal, wait_empty, wait_full
 from .forward_scheduler import _after, _tile
 
 
+@gluon.constexpr_function
+def _wide_layout(rows, columns):
+    """Return the layout in shared memory of a widened key tile, as TMA would fill it."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.float16)
+
+
 @gluon.jit
 def _descale(descale_ptr, tile, problem):
     """Return the factor of a tile's K or V. `descale_ptr` points to all factors, [B, Hkv]."""

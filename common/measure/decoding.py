@@ -58,12 +58,12 @@ def implementations(q, k, v, lengths, table=None, names: Sequence[str] = ()) -> 
         for name in names or [stages.newest()]
         if table is None or getattr(stages.load(name), "PAGES", False)
     }
-    for name in [name for name in found if "descales" in inspect.signature(stages.load(name).forward).parameters]:
-        if table is None:  # a head's factor is that of a sequence
+    for name in [*found] if table is None else []:  # a head's factor belongs to a sequence, not to a page
+        stage = stages.load(name)
+        if "descales" in inspect.signature(stage.forward).parameters:
             (k8, k_descale), (v8, v_descale) = map(in_eight_bits, keys)
             factors = {"k_descale": k_descale, "v_descale": v_descale}
-            call = stages.load(name).attention
-            found[f"{name}, 8 bits"] = functools.partial(call, heads_first[0], k8, v8, **options, **factors)
+            found[f"{name}, 8 bits"] = functools.partial(stage.attention, heads_first[0], k8, v8, **options, **factors)
     if "flash-3" in BASELINES:
         flash = functools.partial(torch.ops.flash_attn_3.fwd, seqused_k=lengths, page_table=table, num_splits=0)
         found["flash-3"] = functools.partial(flash, q, k, v)
@@ -149,14 +149,15 @@ def measure(batch: int, heads: int, capacity: int, copy_rate: float, names: Sequ
 def table(records: list[dict]) -> str:
     """Return a table of the cases."""
     names = list(records[0]["us"])
+    beside = next((name for name in names[1:] if any(key.startswith("pages") for key in records[0]["us"][name])), names[1])
     rows = []
     for record in records:
         own, *others = (record["us"][name] for name in names)
         row = [record["batch"], f"{record['heads']}/{record['kv_heads']}", record["capacity"], own["graph"]]
         row += [f"{record['copy_us'] / own['graph']:.2f}", *(f"{other['graph'] / own['graph']:.2f}" for other in others)]
         row.append(f"{own['different'] / own['equal']:.2f}")
-        paged = [key for key in own if key.startswith("pages") and key in others[0]]
-        row += [f"{others[0][key] / own[key]:.2f}" for key in paged]
+        paged = [key for key in own if key.startswith("pages") and key in record["us"][beside]]
+        row += [f"{record['us'][beside][key] / own[key]:.2f}" for key in paged]
         rows.append([*row, own["alone"], own["host"], *(other["host"] for other in others)])
     headers = [
         "B",
@@ -166,7 +167,7 @@ def table(records: list[dict]) -> str:
         "of copy rate",
         *(f"× {name}" for name in names[1:]),
         "different / equal",
-        *(f"{key}, × {names[1]}" for key in paged),
+        *(f"{key}, × {beside}" for key in paged),
     ]
     return tabulate(rows, [*headers, "no graph, µs", *(f"host, {name}" for name in names)], disable_numparse=True)
 

@@ -4,9 +4,9 @@ from common.kernels.hopper import unavailable
 from common.operator import make_attention
 
 from .backward import backward
-from .forward import forward, takes
+from .forward import eight_bits, forward
 
-__all__ = ["EIGHT_BITS", "SPILLED_BYTES", "UNORDERED", "UNTRIED", "attention", "backward", "forward", "unavailable"]
+__all__ = ["SPILLED_BYTES", "UNORDERED", "UNTRIED", "attention", "backward", "eight_bits", "forward", "unavailable"]
 PARENT = "v26"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
@@ -14,6 +14,5 @@ PARENT = "v26"
 SPILLED_BYTES = 288
 UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
 UNTRIED = True  # no GPU has run its kernels yet, so the newest stage does not choose it
-EIGHT_BITS = takes  # whether the forward computes with q, k and v in 8 bits
 
 attention = make_attention(__name__, forward, backward)

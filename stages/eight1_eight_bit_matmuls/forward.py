@@ -7,7 +7,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from common.kernels.descriptors import describe
 from common.kernels.hopper import (
     LOG2_E,
     ROWS,
@@ -27,7 +26,7 @@ from common.layout import cdiv, empty_rows
 from common.runtime import num_sms
 from stages.v26_second_q.forward import forward as forward_of_v26
 
-from .forward_quantize import _quantize_kernel
+from .forward_quantize import quantized
 from .forward_scheduler import NextTiles, Problem, _key_tiles, _next, _pass_on, _tile
 from .forward_softmax import P_SHIFT, _accumulate, _layout, _quantize, _scores
 
@@ -261,7 +260,7 @@ TILES = {
 FEWEST = 2048  # with fewer queries or keys, 8 bits save less time than rounding K and V takes
 
 
-def takes(q, k, v) -> bool:
+def eight_bits(q, k, v) -> bool:
     """Return whether `forward` computes with these tensors in 8 bits, if no input requires gradients."""
     fits = q.shape[3] == v.shape[3] and q.shape[3] in TILES
     return q.dtype != torch.float32 and fits and min(q.shape[2], k.shape[2]) >= FEWEST
@@ -277,20 +276,12 @@ def forward(q, k, v, *, causal, scale, diagonal=0, differentiable=False):
         Unavailable: the GPU is not a Hopper GPU.
     """
     require_hopper(__package__)
-    if differentiable or not takes(q, k, v):
+    if differentiable or not eight_bits(q, k, v):
         return forward_of_v26(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     shape = TILES[head_dim]
-    k8 = k.new_empty(k.shape, dtype=torch.float8_e4m3fn)
-    v8 = v.new_empty((batch, kv_heads, value_dim, cdiv(seq_k, 16) * 16), dtype=torch.float8_e4m3fn)  # TMA wants 16 bytes
-    key_tiles = cdiv(seq_k, shape.keys)
-    scales = q.new_empty((batch, kv_heads, key_tiles, 2), dtype=torch.float32)
-    _quantize_kernel[key_tiles * batch * kv_heads,](
-        describe(k, shape.keys, head_dim), describe(v, shape.keys, value_dim),
-        describe(k8, shape.keys, head_dim), describe(v8, value_dim, shape.keys),
-        scales, kv_heads, seq_k, BLOCK_N=shape.keys, num_warps=8,
-    )  # fmt: skip
+    k8, v8, scales = quantized(k, v, shape.keys)
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:

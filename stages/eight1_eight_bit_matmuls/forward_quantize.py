@@ -1,7 +1,11 @@
 """The kernel that runs before the forward kernel: round K and V to e4m3, a scale for each key tile, and transpose V."""
 
+import torch
 import triton
 import triton.language as tl
+
+from common.kernels.descriptors import describe
+from common.layout import cdiv
 
 LARGEST = tl.constexpr(448.0)  # the largest number of e4m3
 # Limits of a key tile's scale. With V's, an accumulator does not overflow when its unit changes (see `_accumulate`).
@@ -42,3 +46,22 @@ def _quantize_kernel(k_desc, v_desc, k8_desc, v8_desc, scales_ptr, kv_heads, seq
     v = v.reshape(BLOCK_N // 16, 2, 4, 2, VALUE_DIM).permute(0, 2, 1, 3, 4).reshape(BLOCK_N, VALUE_DIM)
     v8_desc.store([batch, head, 0, start_n], tl.trans(v).reshape(1, 1, VALUE_DIM, BLOCK_N))
     tl.store(scale_ptr + 1, tl.log2(scale))
+
+
+def quantized(k, v, keys):
+    """Round K and V to e4m3, with a scale for each tile of `keys` keys.
+
+    Returns:
+        K, [B, Hkv, Sk, D]; Vᵀ of whole key tiles, [B, Hkv, Dv, tiles * keys], with zeros behind the last key, and with the keys in
+        the order of `_operand`; K's scale and the log2 of V's scale, [B, Hkv, tiles, 2], float32.
+    """
+    batch, heads, seq_k, head_dim = k.shape
+    tiles, value_dim = cdiv(seq_k, keys), v.shape[3]
+    k8 = k.new_empty(k.shape, dtype=torch.float8_e4m3fn)
+    v8 = v.new_empty((batch, heads, value_dim, tiles * keys), dtype=torch.float8_e4m3fn)
+    scales = k.new_empty((batch, heads, tiles, 2), dtype=torch.float32)
+    _quantize_kernel[batch * heads * tiles,](
+        describe(k, keys, head_dim), describe(v, keys, value_dim), describe(k8, keys, head_dim), describe(v8, value_dim, keys),
+        scales, heads, seq_k, BLOCK_N=keys, num_warps=8,
+    )  # fmt: skip
+    return k8, v8, scales

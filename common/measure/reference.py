@@ -184,10 +184,11 @@ def rounded_to_eight_bits(tensor: Tensor, rows: int) -> Tensor:
     """Round [B, H, S, D] to e4m3, and return the result in float32. `rows` rows share a scale: their largest element is 448."""
     blocks = torch.nn.functional.pad(tensor.float(), (0, 0, 0, -tensor.shape[2] % rows)).unflatten(2, (-1, rows))
     scale = (blocks.abs().amax((3, 4), keepdim=True) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    return (_e4m3(blocks / scale) * scale).flatten(2, 3)[:, :, : tensor.shape[2]]
+    return (e4m3(blocks / scale) * scale).flatten(2, 3)[:, :, : tensor.shape[2]]
 
 
-def _e4m3(x):
+def e4m3(x: Tensor) -> Tensor:
+    """Round to e4m3, and return float32. Numbers beyond ±448 become ±448."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
@@ -196,7 +197,7 @@ def _rows_in_eight_bits(q, k, v, grad_out, grad_lse, *, first, causal, scale, di
     s = _scores(q, k, causal, scale, first, diagonal)
     lse = s.logsumexp(-1)
     p = s.sub_(s.amax(-1, keepdim=True)).exp_()
-    return {"out": _e4m3(p * 2**8) @ v / (p.sum(-1, keepdim=True) * 2**8), "lse": lse}
+    return {"out": e4m3(p * 2**8) @ v / (p.sum(-1, keepdim=True) * 2**8), "lse": lse}
 
 
 def plain_in_eight_bits(

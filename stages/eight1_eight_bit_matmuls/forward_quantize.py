@@ -52,7 +52,7 @@ def quantized(k, v, keys):
     """Round K and V to e4m3, with a scale for each tile of `keys` keys.
 
     Returns:
-        K, [B, Hkv, Sk, D]; Vᵀ of whole key tiles, [B, Hkv, Dv, tiles * keys], with zeros behind the last key, and with the keys in
+        K, [B, Hkv, Sk, D]; Vᵀ of whole key tiles, [B, Hkv, Dv, tiles * keys], with zeros behind the last key, and keys in
         the order of `_operand`; K's scale and the log2 of V's scale, [B, Hkv, tiles, 2], float32.
     """
     batch, heads, seq_k, head_dim = k.shape

@@ -14,9 +14,11 @@ from common.entry import differentiable_entry, entry
 from common.interpreter import asynchronous, schedule
 from common.measure.eight import cut_matmul
 from common.measure.reference import (
+    E4M3_MAX,
     EIGHT_BIT_FACTORS,
     assert_close,
     assert_correct,
+    e4m3,
     error_bounds,
     plain_in_eight_bits,
     rounded_to_eight_bits,
@@ -72,6 +74,14 @@ def with_sink(key):
     return change
 
 
+def with_a_sink_over_many(q, k, v):
+    """The sink's score is 10 nats more than others, and its V is 0. So O comes from P of about e^-10."""
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    k[:, :, 150, 0] = 10 * q.shape[-1] ** 0.5 / 4
+    v += 1
+    v[:, :, 150] = 0
+
+
 def with_wide_scores(q, k, v):
     q *= 6
 
@@ -88,6 +98,7 @@ INPUTS = {
     "first key a sink": with_sink(0),
     "middle key a sink": with_sink(150),
     "last key a sink": with_sink(-1),
+    "a sink over many": with_a_sink_over_many,
     "wide scores": with_wide_scores,
     "rows of any size": with_small_and_large_rows,
 }
@@ -224,7 +235,8 @@ def test_one_accumulator_for_all_keys_would_be_wrong():
     bounds = error_bounds(exact, plain, EIGHT_BIT_FACTORS)["out"]
     s = q.double() @ k.double().mT * SCALE
     p = (s - s.amax(-1, keepdim=True)).exp().float() * 2**8
-    whole = cut_matmul(*(rounded_to_eight_bits(each, 2048)[0, 0] for each in (p, v))) / p.sum(-1, keepdim=True)
+    v_scale = v.float().abs().max() / E4M3_MAX
+    whole = cut_matmul(e4m3(p)[0, 0], e4m3(v / v_scale)[0, 0]) * v_scale / p.sum(-1, keepdim=True)
     with pytest.raises(AssertionError, match="rms error .* of a head exceeds"):
         assert_close("out", whole, exact["out"], {"rms": bounds["rms"], "largest": torch.full_like(bounds["rms"], torch.inf)})
     assert (whole / exact["out"]).mean() < 0.98

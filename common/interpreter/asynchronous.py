@@ -23,8 +23,8 @@ class Traffic:
     def write(self, nbytes: int, first: int, last: int, adds: bool = False):
         """Handle a write of `nbytes` to global memory. If `adds`, the elements are added to the elements in memory."""
 
-    def multiply(self, flops: int):
-        """Handle a matmul of `flops` FLOPs."""
+    def multiply(self, flops: int, eight_bits: bool):
+        """Handle a matmul of `flops` FLOPs. `eight_bits` says whether its operands have 8 bits."""
 
 
 traffic = Traffic()
@@ -167,7 +167,7 @@ class Matmul(Values):
         (m, k), n = a.shape, b.shape[1]
         if b.shape[0] != k or acc.shape != [m, n] or a.dtype != b.dtype:
             now().fail(f"cannot multiply {a.dtype} {a.shape} and {b.dtype} {b.shape}, and add the result to {acc.shape}")
-        self.shape, self.flops = [m, n], 2 * m * k * n
+        self.shape, self.flops, self.eight_bits = [m, n], 2 * m * k * n, a.dtype.primitive_bitwidth == 8
         self._acc, self._use_acc = acc, use_acc
         self._events = 0
         for buffer in (a, b):
@@ -178,7 +178,7 @@ class Matmul(Values):
         self.layout = acc.layout
         self.where = now().here()
         self.over = False
-        self.cycle = now().timing.issue(TENSOR_CORES, now().running, "matmul", self.flops)
+        self.cycle = now().timing.issue(TENSOR_CORES, now().running, "matmul", self.flops // (1 + self.eight_bits))
         now().running.matmuls.append(self)
         now().issue(self.take_place)
         now().switch()
@@ -200,7 +200,7 @@ class Matmul(Values):
         self._value = a.float() @ b.float()
         if self._use_acc:
             self._value = self._value + (self._acc.result() if isinstance(self._acc, Matmul) else operand(self._acc))
-        traffic.multiply(self.flops)
+        traffic.multiply(self.flops, self.eight_bits)
 
     def result(self) -> torch.Tensor:
         """Let the matmul take place now, unless it already did. Return its value."""

@@ -72,6 +72,7 @@ class Launch:
     flops: int = 0
     crossing: int = field(default=0, compare=False)  # the bytes that must cross HBM (`common.measure.traffic.compulsory`)
     operands: list[Operand] = field(default_factory=list, compare=False)  # `read` and `written`, for each allocation
+    eight_bit_flops: int = 0  # the part of `flops` whose operands have 8 bits
 
 
 @dataclass
@@ -167,7 +168,7 @@ class Counter(TorchDispatchMode):
             (interpreter, "create_dot", lambda _, a, b, *others: self._multiply(2 * a.data.size * b.data.shape[-1])),
             (Traffic, "read", lambda _, nbytes, *ends: nbytes and self._access(nbytes, 0, *ends)),
             (Traffic, "write", lambda _, nbytes, *ends: nbytes and self._access(0, nbytes, *ends)),
-            (Traffic, "multiply", lambda _, flops: self._multiply(flops)),
+            (Traffic, "multiply", lambda _, *matmul: self._multiply(*matmul)),
         )
         around = (
             (InterpretedFunction, "run", self._run),
@@ -251,8 +252,9 @@ class Counter(TorchDispatchMode):
 
         return counted
 
-    def _multiply(self, flops: int):
+    def _multiply(self, flops: int, eight_bits: bool = False):
         self.launches[-1].flops += flops
+        self.launches[-1].eight_bit_flops += flops * eight_bits
 
     def _allocate(self, nbytes: int):
         self._live += nbytes

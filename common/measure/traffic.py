@@ -151,9 +151,9 @@ def predict(launches: list[Launch], rates: Rates, heads: int = 1) -> float:
     """Predict the seconds that launches take one after the other.
 
     Each launch costs `launch_us`, and the longest of three times: its compulsory bytes (`crossing`) at HBM's rate, its
-    requested bytes at the L2 cache's rate, and its FLOPs at the matmul rate. The prediction assumes work for all SMs,
-    and that the L2 cache holds what a launch rereads. It knows no other unit, such as that of the exponentials. Kernels that
-    draw less power than a matmul can be up to a tenth faster than the measured matmul rate.
+    requested bytes at the L2 cache's rate, and its FLOPs at the matmul rate, which is twice as high in 8 bits. The prediction
+    assumes work for all SMs, and that the L2 cache holds what a launch rereads. It knows no other unit, such as that of the
+    exponentials. Kernels that draw less power than a matmul can be up to a tenth faster than the measured matmul rate.
 
     Args:
         heads: the launches are those of one head, counted on a GPU's `share`. The prediction is for this number of heads.
@@ -161,7 +161,7 @@ def predict(launches: list[Launch], rates: Rates, heads: int = 1) -> float:
     seconds = len(launches) * rates.launch_us / 1e6
     for launch in launches:
         hbm, l2 = launch.crossing / (rates.hbm_gbps * 1e9), (launch.read + launch.written) / (rates.l2_gbps * 1e9)
-        seconds += heads * max(hbm, l2, launch.flops / (rates.tflops * 1e12))
+        seconds += heads * max(hbm, l2, (launch.flops - launch.eight_bit_flops / 2) / (rates.tflops * 1e12))
     return seconds
 
 

@@ -335,6 +335,10 @@ def test_a_prediction_takes_the_level_that_binds_and_adds_launches(crossing, rea
     assert traffic.predict([launch, launch], RATES, heads=5) == pytest.approx(2 * 5 * 3e-6 + 2 * 2e-6)
 
 
+def test_a_prediction_knows_that_matmuls_of_8_bits_take_half_the_time():
+    assert traffic.predict([Launch("a", flops=5e8, eight_bit_flops=4e8)], RATES) == pytest.approx(3e-6 + 2e-6)
+
+
 def test_v2_requests_its_output_many_times_and_v3_once():
     """v2's compulsory bytes are as few as v3's, because one head fits in the L2 cache."""
     qkv = 3 * 1024 * 64 * 2

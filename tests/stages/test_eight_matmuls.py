@@ -12,6 +12,7 @@ import stages
 from common.checks import diagonal
 from common.entry import differentiable_entry, entry
 from common.interpreter import asynchronous, schedule
+from common.measure.counter import count
 from common.measure.eight import cut_matmul
 from common.measure.reference import (
     E4M3_MAX,
@@ -202,6 +203,13 @@ def assert_nearly_equal(found, expected):
     differ = ~torch.isclose(found, expected, atol=0)
     assert differ.float().mean() < 1e-3
     torch.testing.assert_close(found, expected, rtol=1 / 8, atol=expected.abs().max().item() / 448 / 64)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts")
+def test_all_matmuls_have_8_bits(eight):
+    q, k, v, _ = make_inputs(128, 256, 64, **ONE)
+    counted = count(lambda: eight.forward(q, k, v, causal=False, scale=SCALE))
+    assert counted.flops == sum(launch.eight_bit_flops for launch in counted.launches) == 2 * 2 * 128 * 256 * 64
 
 
 @pytest.fixture

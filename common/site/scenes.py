@@ -25,6 +25,8 @@ WORDS = {  # lane -> the words of its tooltip
     "dq": "gradient of the queries before it is rounded", "dk": "gradient of the keys before it is rounded",
     "dv": "gradient of the values before it is rounded",
     "delta": "row sums of dO ∘ O", "sums": "dQ while programs add to it, in float32", "stats": "LSE and delta of each row",
+    "k8": "the keys in 8 bits", "v8": "the values in 8 bits, transposed",
+    "scales": "what 1 of each key tile's 8-bit keys, and of its 8-bit values, stands for",
     "k_t": "the keys, transposed", "lse": "log-sum-exp of each part of the keys", "part": "output of each part of the keys",
     "counter": "what programs share: the next tile, and tiles to compute again",
     "state": "what programs share: the next tile, and tiles to compute again",

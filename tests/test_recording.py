@@ -507,6 +507,26 @@ for call in range(8):
     )
 
 
+@pytest.mark.parametrize("stage", [name for name in stages.names() if hasattr(stages.load(name), "eight_bits")])
+def test_calls_that_are_differentiable_are_of_another_kind(stage):
+    """A forward in 8 bits rounds K and V, then launches its own kernel. If it is differentiable, it launches the parent's."""
+    run(
+        """
+stage = stages.load(sys.argv[1])
+forward = entry(stage.forward)
+tensors = problem(seq_q=2048, seq_k=2100, head_dim=64, value_dim=64)
+for call in range(6):
+    for options in ({}, {"differentiable": False}, {"differentiable": True}):
+        expected = launched(stage.forward, *tensors, **OPTIONS, **options)
+        assert launched(forward, *tensors, **OPTIONS, **options) == expected
+        assert repeated() == (call >= 2)
+        names = [launch.binary.name for launch in launches]
+        assert names == ["_quantize_kernel"] * (not options.get("differentiable")) + ["_forward_kernel"]
+""",
+        stage,
+    )
+
+
 def test_recordings_are_small():
     """Recordings keep no tensor, and a function keeps a limited number of recordings (here five)."""
     run("""

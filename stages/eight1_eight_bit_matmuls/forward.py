@@ -257,7 +257,7 @@ TILES = {
     64: Shape(queries=128, keys=128, kv_slots=6, q_slots=2, maxnreg=168),
     128: Shape(queries=128, keys=128, kv_slots=4, q_slots=2, maxnreg=168),
 }
-FEWEST = 2048  # with fewer queries or keys, 8 bits save less time than rounding K and V takes
+FEWEST = 2048  # queries and keys: the shorter the sequences, the more of the time goes into rounding K and V
 
 
 def eight_bits(q, k, v) -> bool:

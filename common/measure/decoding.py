@@ -28,7 +28,7 @@ from common.eight_bits import quantized
 from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES
-from common.measure.options import add_list, command, write_json
+from common.measure.options import add_list, command, list_of, one_of, write_json
 from common.measure.progress import Progress
 from common.measure.timing import GpuTimer, copy_gbps, host_seconds, seconds_of_row
 from common.runtime import DEVICE
@@ -176,11 +176,14 @@ def main(argv: list[str]):
     """Run the command line."""
     parser = command("common.measure.decoding", __doc__, "the JSON file to write")
     add_list(parser, "--stage", "newest")
+    parser.add_argument(
+        "--heads", type=list_of(one_of(HEADS)), default="32,64", metavar="LIST", help="query heads (default: all)"
+    )
     options = parser.parse_args(argv)
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.decoding {reason}")
     copy_rate = copy_gbps(GpuTimer()) * 1e9
-    cases = list(itertools.product(BATCHES, HEADS, CAPACITIES))
+    cases = list(itertools.product(BATCHES, options.heads, CAPACITIES))
     facts, records = machine.facts(), []
     with Progress(len(cases)) as bar:
         for number, (batch, heads, capacity) in enumerate(cases, start=1):

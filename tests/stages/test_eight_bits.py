@@ -61,9 +61,11 @@ class Eight:
         ]
 
     def attention(self, stage, causal=True, **others):
-        options = {"cache_seqlens": on_device(self.lengths), "causal": causal, "scale": SCALE, "return_lse": True}
+        options = {"causal": causal, "scale": SCALE, "return_lse": True, **others}
         options |= dict(zip(("k_descale", "v_descale"), self.descales, strict=True))
-        return stage.attention(self.q, self.k, self.v, **options | others)
+        if "cache_seqlens" not in options:
+            options["cache_seqlens"] = on_device(self.lengths)
+        return stage.attention(self.q, self.k, self.v, **options)
 
     def check(self, stage, causal=True, **others):
         """Assert that the results are as right as plain attention to k and v in q's dtype. Return `out`."""

@@ -57,10 +57,10 @@ class Tensors(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Buffers of Q in shared memory."""
+    """A buffer of Q in shared memory."""
 
-    q: gl.shared_memory_descriptor  # [Q_STAGES, *Q's tile]
-    full: gl.shared_memory_descriptor  # barriers, TMA → consumer: Q has arrived
+    q: gl.shared_memory_descriptor  # [1, *Q's tile]
+    full: gl.shared_memory_descriptor  # a barrier, TMA → consumer: Q has arrived
     empty: gl.shared_memory_descriptor  # barriers, consumer → producer: Q has been read
 
 
@@ -87,19 +87,18 @@ class Worker(NamedTuple):
 
 @gluon.jit
 def _worker(
-    w, tensors, problem, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    SEQUENCES: gl.constexpr,
+    w, tensors, problem, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE_STAGES: gl.constexpr, SEQUENCES: gl.constexpr
 ):  # fmt: skip
     """Allocate buffers for consumer w, and return them with its share."""
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[-1]
     VALUE_DIM: gl.constexpr = tensors.out.block_shape[-1]
     dtype: gl.constexpr = tensors.q.dtype
-    q = gl.allocate_shared_memory(dtype, [Q_STAGES] + tensors.q.block_shape, tensors.q.layout)
+    q = gl.allocate_shared_memory(dtype, [1] + tensors.q.block_shape, tensors.q.layout)
     k = gl.allocate_shared_memory(tensors.k.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], tensors.k.layout)
     v = gl.allocate_shared_memory(tensors.v.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], tensors.v.layout)
     wide_k = gl.allocate_shared_memory(dtype, [WIDE_STAGES, 1, 1, BLOCK_N, HEAD_DIM], _wide_layout(BLOCK_N, HEAD_DIM))
     wide_v = gl.allocate_shared_memory(dtype, [WIDE_STAGES, 1, 1, BLOCK_N, VALUE_DIM], _wide_layout(BLOCK_N, VALUE_DIM))
-    q_full, q_empty = new_ring(Q_STAGES, 1, 1)
+    q_full, q_empty = new_ring(1, 1, 1)
     full, empty = new_ring(STAGES, 1, 1)
     wide_full, wide_empty = new_ring(WIDE_STAGES, 1, 1)
     share = _own_share(problem, w, BLOCK_N, SEQUENCES, CONSUMERS)
@@ -203,15 +202,14 @@ def _consumer(tensors, worker, problem, CAUSAL: gl.constexpr):
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr, lengths_ptr, table_ptr, scale,
     k_descale_ptr, v_descale_ptr, batch, heads, heads_per_kv, seq_q, seq_k,
-    SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tensors = Tensors(
         q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, part_lse_ptr, shares_ptr, k_descale_ptr, v_descale_ptr
     )
     problem = Problem(batch, heads, heads_per_kv, seq_q, seq_k, scale, lengths_ptr, table_ptr)
-    one = _worker(0, tensors, problem, BLOCK_N, STAGES, WIDE_STAGES, Q_STAGES, SEQUENCES)
-    two = _worker(1, tensors, problem, BLOCK_N, STAGES, WIDE_STAGES, Q_STAGES, SEQUENCES)
+    one = _worker(0, tensors, problem, BLOCK_N, STAGES, WIDE_STAGES, SEQUENCES)
+    two = _worker(1, tensors, problem, BLOCK_N, STAGES, WIDE_STAGES, SEQUENCES)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
     # at most 512. The last list has the registers per thread of all roles except the first. The producers are in one warpgroup.
     # The first role runs on the launch's `num_warps` warps and gets the rest.
@@ -230,10 +228,9 @@ class Shape(NamedTuple):
 
     kv_slots: int  # of K and V in 8 bits
     wide_slots: int  # of K and V in 16 bits
-    q_slots: int
 
 
-SHAPES = dict.fromkeys((16, 32, 64), Shape(4, 3, 2)) | {128: Shape(2, 2, 1)}  # by the larger of D and Dv
+SHAPES = dict.fromkeys((16, 32, 64), Shape(4, 3)) | {128: Shape(2, 2)}  # by the larger of D and Dv
 BLOCK_N = 64  # keys of a key tile: few, so that shares are even
 MOST_SEQUENCES = 1024  # each warp holds all lengths in its registers
 
@@ -291,7 +288,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None, de
         outputs, lse, parts, part_lses, shares, lengths.keys, table, scale,
         *descales, batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
         SEQUENCES=1 << max(batch - 1, 31).bit_length(), BLOCK_N=BLOCK_N, STAGES=shape.kv_slots, WIDE_STAGES=shape.wide_slots,
-        Q_STAGES=shape.q_slots, CAUSAL=masked, num_warps=4, maxnreg=128,
+        CAUSAL=masked, num_warps=4, maxnreg=128,
     )  # fmt: skip
     merge(parts, part_lses, shares, out, lse)
     return out, lse

@@ -54,22 +54,20 @@ def _widen_slot(turn, fill, tensors, worker, problem, CAUSAL: gl.constexpr):
     """Widen a slot of `ring` into a slot of `wide`, and return the next turn."""
     BLOCK_N: gl.constexpr = worker.ring.k.shape[3]
     PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
-    place, batch, first, slots, left = turn
-    if left == 0:
-        tile = _tile(place, batch, first, worker.share, problem, BLOCK_N, PACKED, CAUSAL)
-        slots = tile.key_tiles + 1
-        left = slots
-        place, batch, first = _after(place, batch, first, tile)
+    if turn.left == 0:
+        tile = _tile(turn.place, turn.batch, turn.first, worker.share, problem, BLOCK_N, PACKED, CAUSAL)
+        place, batch, first = _after(turn.place, turn.batch, turn.first, tile)
+        turn = Turn(place, batch, first, tile.key_tiles + 1, tile.key_tiles + 1)
     source = wait_full(worker.ring.full, fill)
     target = wait_empty(worker.wide.empty, fill)
-    if left > 1:  # the first slot of a work tile has no V, and the last no K
+    if turn.left > 1:  # the first slot of a work tile has no V, and the last no K
         _widen(worker.ring.k.index(source), worker.wide.k.index(target))
-    if left < slots:
+    if turn.left < turn.slots:
         _widen(worker.ring.v.index(source), worker.wide.v.index(target))
     signal(worker.ring.empty, fill)
     fence_async_shared()  # wgmma reads through the async proxy
     signal(worker.wide.full, fill)
-    return Turn(place, batch, first, slots, left - 1)
+    return Turn(turn.place, turn.batch, turn.first, turn.slots, turn.left - 1)
 
 
 @gluon.jit

@@ -49,6 +49,8 @@ def test_a_step_attends_to_the_keys_that_the_lengths_count():
     swapped = (tensor[:, :32].unflatten(1, (2, 16)).flip(1).flatten(1, 2) for tensor in (k, v))
     expected = decoding.implementations(q, *swapped, None)["sdpa, whole"]()
     found = decoding.implementations(q, *paged, lengths, table, ["lengths1", stages.newest(), "lengths4"])
+    eight = found.pop(f"{stages.newest()}, 8 bits")()
+    torch.testing.assert_close(eight, expected, rtol=0.2, atol=0.05)
     own = [call() for name, call in found.items() if name not in BASELINES]
     assert len(own) == 2, "lengths1 takes no pages"
     for part in own:

@@ -1,6 +1,7 @@
 """How the operator and ring attention call a stage's functions."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -88,3 +89,13 @@ def entry(function: Callable) -> Callable:
 
     call.recorded = recorded
     return call
+
+
+@functools.lru_cache(maxsize=512)
+def differentiable_entry(forward: Callable) -> Callable:
+    """Return `entry(forward)` for a caller who runs a backward with the results.
+
+    A forward that rounds more than its inputs' dtype has an argument `differentiable` for this.
+    """
+    takes = "differentiable" in inspect.signature(forward).parameters
+    return functools.partial(entry(forward), differentiable=True) if takes else entry(forward)

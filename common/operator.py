@@ -43,6 +43,7 @@ OF_FACTORS = "{} has no gradients, but requires gradients; detach it, or call at
 OF_PACKED = NO_GRADIENTS.format("attention_varlen", "attention_varlen")
 OF_WIDE = NO_GRADIENTS.format("attention_varlen with a head dimension above 128", "attention_varlen")
 PAGE_TABLE = 7  # number of a forward's argument `page_table`; a backward has a float there
+DIFFERENTIABLE = 10  # number of a forward's argument `differentiable`, its last; other operators have fewer arguments
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
 _PLAIN = {Tensor, torch.nn.Parameter}
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
@@ -114,8 +115,10 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
             )
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return below(keys, *inputs)
+        # The caller may not know of these gradients, as `grad` outside of `vmap` hides them. Without its last argument, an
+        # operator takes its results for `differentiable`.
         with enable_single_level_autograd_function():
-            return Differentiable.apply(keys, *inputs)
+            return Differentiable.apply(keys, *inputs[:DIFFERENTIABLE])
 
     return kernel
 
@@ -234,7 +237,7 @@ def _differentiable(
             # Outside of sequences, mean_key is undefined.
             dq = dq + (addend.masked_fill((weight == 0) | _outside(starts[0], len(q)), 0) if starts else addend)
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
-        return dq, dk, dv, *[None] * 7
+        return dq, dk, dv, *[None] * 8
 
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
@@ -265,7 +268,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`, or with another argument `lengths=None`, a `Lengths`.
             With lengths, `diagonal` is 0, and a causal mask is aligned to each length: the last query sees all keys. A forward
             that takes packed sequences has another argument, `starts=None`, a `Starts`, and one that takes caches in 8 bits has
-            `descales=None`, a `Descales` if k and v have 8 bits.
+            `descales=None`, a `Descales` if k and v have 8 bits. One that rounds more than its inputs' dtype has
+            `differentiable=False`; it is True if a backward may follow, which needs the usual `out` and `lse`.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`, or with another argument
             `starts=None`, if packed sequences have gradients. Both functions take tensors as `common.entry` lays them out, and
             `causal` as a bool. If `causal` is True, query i sees key j only if j <= i + diagonal. The diagonal is 0 or Sk - Sq,
@@ -274,6 +278,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     name = package.rpartition(".")[2]
     takes_lengths = "lengths" in inspect.signature(forward).parameters
     takes_eight_bits = "descales" in inspect.signature(forward).parameters
+    takes_differentiable = "differentiable" in inspect.signature(forward).parameters
     takes_pages = getattr(sys.modules[package], "PAGES", False)
     sys.modules[package].attention_varlen = _make_varlen(package, forward, backward)
     forward, backward = entry(forward), entry(backward)
@@ -281,9 +286,11 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def run_forward(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int,
         cache_seqlens: Tensor | None = None, page_table: Tensor | None = None,
-        k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+        k_descale: Tensor | None = None, v_descale: Tensor | None = None, differentiable: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+        if takes_differentiable:
+            options["differentiable"] = differentiable
         if page_table is not None:
             k, v, page_table = k.transpose(1, 2), v.transpose(1, 2), page_table.contiguous()
         if cache_seqlens is not None:
@@ -293,7 +300,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             options["descales"] = Descales(*descales)
         return forward(q, k, v, **options)
 
-    def fake_forward(q, k, v, causal, scale, diagonal, cache_seqlens=None, page_table=None, k_descale=None, v_descale=None):
+    def fake_forward(q, k, v, *_):
         return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
@@ -396,7 +403,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         cached = cache_seqlens, page_table, k_descale, v_descale
         if _unwatched(q, k, v, *(each for each in cached if each is not None)):
             function = short_cut if differentiable else run_forward
-        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, *cached)
+        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal, *cached, differentiable)
         return (out, lse) if return_lse else out
 
     attention.__module__, attention.__qualname__ = package, "attention"  # pickle finds the function by these names

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from common.checks import check_inputs, checked_flag, checked_scale
-from common.entry import entry, plainly
+from common.entry import differentiable_entry, entry, plainly
 from common.kernels.merging import add, merge
 from common.layout import contiguous_rows, empty_rows
 from common.operator import autocast
@@ -207,7 +207,7 @@ class _Merged:
 def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) for this rank's queries and the keys of all ranks. K and V must be contiguous."""
     if ring.size == 1:
-        return entry(stage.forward)(q, k, v, causal=causal, scale=scale)
+        return differentiable_entry(stage.forward)(q, k, v, causal=causal, scale=scale)
     merged = part = None
     for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
         if part:
@@ -215,7 +215,7 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
             part = None  # free the memory for the stage
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         operands = q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys]
-        part = entry(stage.forward)(*operands, causal=masked, scale=scale)
+        part = differentiable_entry(stage.forward)(*operands, causal=masked, scale=scale)
         if step == 0:
             merged, part = _Merged(ring, causal, *part), None
     merged.add(ring.size - 1, *part)

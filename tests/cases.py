@@ -17,10 +17,10 @@ import torch
 
 import stages
 from common.checks import diagonal
-from common.entry import entry
+from common.entry import differentiable_entry, entry
 from common.kernels.tuning import tuners
 from common.measure import digest
-from common.measure.reference import assert_close, error_bounds, plain, truth
+from common.measure.reference import EIGHT_BIT_FACTORS, assert_close, error_bounds, plain, plain_in_eight_bits, truth
 from common.runtime import DEVICE, INTERPRETED
 
 ALWAYS, NEVER = 2**30, -(2**30)  # limits with which rows are always or never short
@@ -248,7 +248,7 @@ def by_operator(stage, q, k, v, grad_out, *, causal, scale):
 def by_functions(stage, q, k, v, grad_out, *, causal, scale):
     """Return all results of a stage, computed by calls of its `forward` and `backward` without autograd."""
     options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
-    out, lse = entry(stage.forward)(q, k, v, **options)
+    out, lse = differentiable_entry(stage.forward)(q, k, v, **options)
     dq, dk, dv = entry(stage.backward)(grad_out, q, k, v, out, lse, **options)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
@@ -258,24 +258,34 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
     __tracebackhide__ = True  # pytest shows the test's line and what is wrong
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
-    assert_right(results, q, k, v, grad_out, causal=causal, scale=scale)
+    eight = "dq" not in results and in_eight_bits(stage, q, k, v)
+    assert_right(results, q, k, v, grad_out, causal=causal, scale=scale, eight=eight)
     return results
 
 
-def assert_right(results: dict, q, k, v, grad_out, *, causal, scale):
-    """Assert that results have the right dtypes and are as close to float64 as `common.measure.reference` requires."""
+def in_eight_bits(stage, q, k, v) -> bool:
+    """Return whether a stage's forward computes in 8 bits, unless gradients are needed."""
+    return hasattr(stage, "eight_bits") and stage.eight_bits(q, k, v)
+
+
+def assert_right(results: dict, q, k, v, grad_out, *, causal, scale, eight=False):
+    """Assert that results have the right dtypes and are as close to float64 as `common.measure.reference` requires, where the
+    rule of `eight` bits may apply."""
     __tracebackhide__ = True
     for name, like in {"out": q.dtype, "lse": torch.float32, "dq": q.dtype, "dk": k.dtype, "dv": v.dtype}.items():
         assert name not in results or results[name].dtype == like, f"{name}: dtype {results[name].dtype}, expected {like}"
-    exact, bounds = answer(q, k, v, grad_out, causal=causal, scale=scale)
+    exact, bounds = answer(q, k, v, grad_out, causal=causal, scale=scale, eight=eight)
     for name, result in results.items():
         assert_close(name, result, exact[name], bounds[name])
 
 
-def answer(q, k, v, grad_out, *, causal, scale) -> tuple[dict, dict]:
-    """Return the float64 results of a problem, and the error bounds of each result. Small problems are kept."""
+def answer(q, k, v, grad_out, *, causal, scale, eight=False) -> tuple[dict, dict]:
+    """Return the float64 results of a problem, and the error bounds of each result. Small problems are kept.
+
+    With the bounds of `eight` bits, there are no gradients.
+    """
     problem = _Problem(q, k, v, bool(causal), scale, grad_out, diagonal(causal, q.shape[2], k.shape[2]))
-    return _answer(problem) if q.numel() + k.numel() <= KEPT_ELEMENTS else _answer.__wrapped__(problem)
+    return (_answer if q.numel() + k.numel() <= KEPT_ELEMENTS else _answer.__wrapped__)(problem, eight)
 
 
 class _Problem(tuple):
@@ -303,10 +313,12 @@ class _Problem(tuple):
 
 
 @functools.lru_cache(KEPT_PROBLEMS if DEVICE == "cpu" else 0)
-def _answer(problem):
+def _answer(problem, eight):
     """Return the float64 results of a problem, and the error bounds of each result."""
     exact = truth(*problem)
-    bounds = error_bounds(exact, plain(*problem))
+    bounds = (
+        error_bounds(exact, plain_in_eight_bits(*problem), EIGHT_BIT_FACTORS) if eight else error_bounds(exact, plain(*problem))
+    )
     return {name: exact[name] for name in bounds}, bounds
 
 

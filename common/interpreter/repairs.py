@@ -84,6 +84,18 @@ def _cast(cast, builder, src, dst_type):
     return cast(builder, src, dst_type)
 
 
+# --- 8 bits: Triton 3.6 and 3.7 round 1.99 to 1, keep no NaN, and let too large numbers wrap
+
+
+@_replaces(InterpreterBuilder, "create_fp_to_fp")
+def _convert(convert, builder, src, dst_type, rounding_mode):
+    """Round float32 to e4m3, to nearest even. Numbers beyond ±448 become ±448, as on a GPU."""
+    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+        return convert(builder, src, dst_type, rounding_mode)
+    rounded = torch.from_numpy(numpy.ascontiguousarray(src.data)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return TensorHandle(rounded.view(torch.uint8).numpy().reshape(src.data.shape), tl.float8e4nv)
+
+
 # --- loops
 
 

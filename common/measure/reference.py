@@ -8,6 +8,9 @@ PyTorch, plus the loss of float32 arithmetic. It holds for the largest error and
   a stage.
 - *Plain PyTorch* is v0's arithmetic, which rounds P, O and dS to 16 bits. FlashAttention, too, takes delta from a rounded O. So
   its gradients are inexact where dP - delta cancels, and the rule allows this.
+- *8 bits*: a stage that computes in 8 bits has a rule of its own. Its error is at most `EIGHT_BIT_FACTORS` times the error of
+  plain PyTorch that rounds Q, K, V and P to e4m3 (`plain_in_eight_bits`). The largest error varies more than the RMS, because P
+  is rounded beside another maximum.
 - *Nearby problems*: equal scores have equal rounding errors, and then plain PyTorch may be exact by chance. So its error is the
   largest of several runs, whose scales differ by a few percent (`NEARBY`) or whose dO has its columns in another order. These
   runs happen only if a result needs them.
@@ -20,6 +23,9 @@ import torch
 from torch import Tensor
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be this many times the error of plain PyTorch
+EIGHT_BIT_FACTORS = {"rms": 1.25, "largest": 2}
+EIGHT_BIT_KEYS = 128  # keys that share a scale of K and one of V
+E4M3_MAX = 448
 
 # A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22.
 FLOAT32_LOSS = 2.0**-22
@@ -174,19 +180,55 @@ def plain(
     return _WithNearby(run(torch.float32, q.dtype, scale, grad_out), nearby)
 
 
+def rounded_to_eight_bits(tensor: Tensor, rows: int) -> Tensor:
+    """Round [B, H, S, D] to e4m3, and return the result in float32. `rows` rows share a scale: their largest element is 448."""
+    blocks = torch.nn.functional.pad(tensor.float(), (0, 0, 0, -tensor.shape[2] % rows)).unflatten(2, (-1, rows))
+    scale = (blocks.abs().amax((3, 4), keepdim=True) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (e4m3(blocks / scale) * scale).flatten(2, 3)[:, :, : tensor.shape[2]]
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """Round to e4m3, and return float32. Numbers beyond ±448 become ±448."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _rows_in_eight_bits(q, k, v, grad_out, grad_lse, *, first, causal, scale, diagonal):
+    """Return O and LSE for some query rows, with P rounded to e4m3. A row's largest P becomes 2^8."""
+    s = _scores(q, k, causal, scale, first, diagonal)
+    lse = s.logsumexp(-1)
+    p = s.sub_(s.amax(-1, keepdim=True)).exp_()
+    return {"out": e4m3(p * 2**8) @ v / (p.sum(-1, keepdim=True) * 2**8), "lse": lse}
+
+
+def plain_in_eight_bits(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: None = None, diagonal: int | Tensor = 0,
+) -> dict:  # fmt: skip
+    """Compute attention in plain PyTorch with Q, K, V and P in e4m3, to find how large an error is normal in 8 bits.
+
+    Each query has a scale, and so have each `EIGHT_BIT_KEYS` keys of K, and of V. All sums are in float32. The arguments and
+    results are those of `plain`, without gradients: `grad_out` is not used.
+    """
+    q, k, v = (
+        rounded_to_eight_bits(each, rows) for each, rows in zip((q, k, v), (1, EIGHT_BIT_KEYS, EIGHT_BIT_KEYS), strict=True)
+    )
+    options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+    return _each_head(_rows_in_eight_bits, torch.float32, q, k, v, None, None, **options)
+
+
 class _WithNearby(dict):
     def __init__(self, entries: dict, nearby: Callable[[], Iterator]):
         super().__init__(entries)
         self.nearby = nearby
 
 
-def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
+def error_bounds(truth: dict, plain: dict, factors: dict[str, float] = FACTORS) -> dict[str, dict[str, Tensor]]:
     """Return, for each result's name, the bounds [B, H] of each head's "largest" and "rms" error before the last rounding.
 
-    A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`.
+    A bound is `factors` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`.
 
     Args:
         truth: the result of the function `truth`.
+        factors: by the names of results, or by the kinds of errors.
         plain: the result of the function `plain` for the same inputs. If it has the attribute `nearby`, so have the bounds of
             each result: a function that yields further bounds, of which one may be larger.
     """
@@ -194,7 +236,7 @@ def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
 
     def bounds(name, exact, yardstick):
         error = yardstick[name].double() - exact[name]
-        return {kind: FACTORS[name] * size(error) + losses[name][kind] for kind, size in _SIZES.items()}
+        return {kind: factors.get(kind, factors.get(name)) * size(error) + losses[name][kind] for kind, size in _SIZES.items()}
 
     found = {name: bounds(name, truth, plain) for name in plain}
     if (nearby := getattr(plain, "nearby", None)) is None:
@@ -249,11 +291,12 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
     )
 
 
-def assert_correct(got: dict, truth: dict, plain: dict):
+def assert_correct(got: dict, truth: dict, plain: dict, factors: dict[str, float] = FACTORS):
     """Call `assert_close` for each result in `got` ("out", "lse", "dq", "dk", "dv").
 
-    `truth` and `plain` are the results of the functions `truth` and `plain` for the inputs of `got`.
+    `truth` and `plain` are the results of the functions `truth` and `plain` for the inputs of `got`; or of
+    `plain_in_eight_bits`, with `EIGHT_BIT_FACTORS`.
     """
-    bounds = error_bounds(truth, plain)
+    bounds = error_bounds(truth, plain, factors)
     for name, result in got.items():
         assert_close(name, result, truth[name], bounds[name])

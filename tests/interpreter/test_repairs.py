@@ -30,6 +30,17 @@ def test_casts_round_to_nearest_even(dtype):
     assert torch.equal(y, x.to(dtype))
 
 
+def test_casts_to_8_bits_round_to_nearest_even():
+    """Every number of e4m3, each tie between two of them, NaN, and numbers that are too large, which become ±448."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn).float()
+    finite = numbers[numbers.isfinite()].sort().values
+    x = torch.cat([numbers, (finite[1:] + finite[:-1]) / 2, torch.tensor([460.0, -1e9, torch.inf], device=DEVICE)])
+    x = torch.nn.functional.pad(x, (0, 512 - len(x)))
+    y = torch.empty(512, dtype=torch.float8_e4m3fn, device=DEVICE)
+    _cast_kernel[(1,)](x, y, SIZE=512)
+    torch.testing.assert_close(y.float(), x.clamp(-448, 448).to(y.dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
 @triton.jit
 def _arithmetic_kernel(x_ptr, y_ptr, OPERATION: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, 2))

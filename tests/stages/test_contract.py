@@ -37,7 +37,7 @@ def test_a_stage_exports_the_contract(module):
         name: list(inspect.signature(getattr(module, name)).parameters)
         for name in ("attention", "attention_varlen", "forward", "backward")
     }
-    lengths = [name for name in arguments["forward"][-3:] if name in ("lengths", "starts", "descales")]
+    lengths = [name for name in arguments["forward"][-3:] if name in ("lengths", "starts", "descales", "differentiable")]
     starts = ["starts"] if arguments["backward"][-1] == "starts" else []
     assert arguments == {
         "attention": ["q", "k", "v", "causal", "scale", "return_lse", *CACHED, "others"],

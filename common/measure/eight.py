@@ -1,0 +1,213 @@
+"""Measure forwards in 8 bits: their time, their error beside that of 16 bits, and the bias of O where V has a mean.
+
+    python -m common.measure.eight results/eight-h100.json   # on a Hopper GPU, about a minute
+    python -m common.measure.eight --computed                # the errors alone, computed in PyTorch, without a GPU
+
+Inputs are bfloat16, and 8 query heads share a K/V head. An error is the RMS error over the RMS of O.
+"""
+
+import itertools
+import statistics
+import sys
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+import stages
+from common.entry import entry
+from common.kernels.hopper import unavailable
+from common.measure import machine
+from common.measure.baselines import BASELINES, refusal
+from common.measure.options import command, json_path, write_json
+from common.measure.progress import Progress
+from common.measure.reference import E4M3_MAX, e4m3, plain, plain_in_eight_bits, truth
+from common.measure.timing import GpuTimer
+from common.measure.workloads import HIDDEN, TOKENS
+from common.runtime import DEVICE
+
+LENGTHS, HEAD_DIMS, GROUP = (2048, 4096, 8192, 16384, 32768), (64, 128), 8
+CHECKED = 128  # the last queries of a head, whose error is measured
+PRODUCTS, BITS = 32, 13  # a tensor core adds so many products at a time, with so many bits below the largest addend's first
+
+
+def cut_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply float32 matrices of 8-bit numbers, and add the products as Hopper's tensor cores seem to.
+
+    They shift 32 products and the accumulator to the exponent of the largest of them, and cut off what then lies more than 13
+    bits below its first bit. In this model, one accumulator for all keys gives O a bias of -2.4, -10.2 and -18.6 % with 2048,
+    8192 and 16384 keys and V of mean 1 (`biases`). An H200 gave -2.4, -10.1 and -18.5 %.
+    """
+    total = a.new_zeros(a.shape[0], b.shape[1])
+    for first in range(0, a.shape[1], PRODUCTS):
+        products = a[:, first : first + PRODUCTS, None] * b[None, first : first + PRODUCTS]
+        largest = torch.maximum(products.abs().amax(1), total.abs()).clamp(min=torch.finfo(torch.float32).tiny)
+        unit = torch.exp2(largest.log2().floor() - BITS)
+        total = ((products / unit[:, None]).trunc().sum(1) + (total / unit).trunc()) * unit
+    return total
+
+
+def biases(keys: int, queries: int = 32, head_dim: int = 128) -> dict[str, float]:
+    """Return the mean relative error of O, for V of mean 1, by the way in which P V is added up."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, rows, head_dim) for rows in (queries, keys, keys))
+    v += 1
+    scale = head_dim**-0.5
+    exact = truth(q, k, v, False, scale)["out"][0, 0]
+    s = (q @ k.mT)[0, 0] * scale
+    p = (s - s.amax(-1, keepdim=True)).exp() * 2**8
+    v_scale = v.abs().max() / E4M3_MAX
+    p8, v8 = e4m3(p), e4m3(v / v_scale)[0, 0]
+    tiles = zip(p8.split(128, 1), v8.split(128), strict=True)
+    found = {"one accumulator": cut_matmul(p8, v8), "one for each 128 keys": sum(itertools.starmap(cut_matmul, tiles))}
+    found["float32 sums"] = p8 @ v8
+    return {name: (out * v_scale / p.sum(-1, keepdim=True) / exact).mean().item() - 1 for name, out in found.items()}
+
+
+def with_outliers(q, k, v):
+    """Let four channels of K be 20 times as large, and one of Q."""
+    k[..., [1, 5, 9, 33]] *= 20
+    q[..., 7] *= 20
+
+
+def with_mean(q, k, v):
+    """Let V have the mean 1."""
+    v += 1
+
+
+def with_drift(q, k, v):
+    """Let V's mean go from -3 to 3, and its size from 1/8 to 8."""
+    along = torch.linspace(-3, 3, v.shape[2], device=v.device)[:, None]
+    v.copy_((v + along) * 2.0**along)
+
+
+def with_sink(q, k, v):
+    """Give the first key most of the attention."""
+    q += 0.5
+    k[:, :, 0] = 4.0
+
+
+def with_wide_scores(q, k, v):
+    """Let the scores have a standard deviation of 4."""
+    q *= 4
+
+
+INPUTS = {
+    "normal": lambda q, k, v: None, "outlier channels": with_outliers, "V of mean 1": with_mean, "V drifts": with_drift,
+    "sink": with_sink, "wide scores": with_wide_scores,
+}  # fmt: skip
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """Return the RMS error over the RMS of `exact`."""
+    return ((found.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
+
+
+def computed() -> str:
+    """Return tables of what PyTorch computes: the errors of 8 bits by kind of inputs, and the biases of sums."""
+    rows = []
+    for kind, change in INPUTS.items():
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, length, 128) for length in (CHECKED, 2048, 2048))
+        change(q, k, v)
+        q, k, v = (each.half() for each in (q, k, v))
+        exact = truth(q, k, v, False, 128**-0.5)["out"]
+        of8, of16 = (relative(make(q, k, v, False, 128**-0.5)["out"].half(), exact) for make in (plain_in_eight_bits, plain))
+        rows.append([kind, f"{of8:.4f}", f"{of8 / of16:.0f}"])
+    errors = tabulate(rows, ["inputs", "error in 8 bits", "× float16"], disable_numparse=True)
+    lengths = {keys: biases(keys) for keys in LENGTHS[:-1]}
+    rows = [[keys, *(f"{100 * bias:.2f} %" for bias in of_keys.values())] for keys, of_keys in lengths.items()]
+    return f"{errors}\n\n{tabulate(rows, ['keys', *lengths[LENGTHS[0]]], disable_numparse=True)}"
+
+
+def eight_bit_stage() -> str:
+    """Return the last stage that computes in 8 bits."""
+    return [name for name in stages.names() if hasattr(stages.load(name), "eight_bits")][-1]
+
+
+def error_of(attention, q, k, v, causal: bool) -> tuple[float, float]:
+    """Return the error of O, and the mean of O over the exact O minus 1, for the last queries of a K/V head."""
+    rows = slice(-CHECKED, None)
+    out = attention(q, k, v, causal=causal)[:1, :GROUP, rows]
+    diagonal = q.shape[2] - CHECKED if causal else 0
+    exact = truth(q[:1, :GROUP, rows], k[:1, :1], v[:1, :1], causal, q.shape[3] ** -0.5, diagonal=diagonal)["out"]
+    return relative(out, exact), (out.double().mean() / exact.mean() - 1).item()
+
+
+def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer) -> dict:
+    """Return the record of a case: median µs of each implementation and of the pre-pass, errors, and biases."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    batch, heads = max(1, TOKENS // seq_len), HIDDEN // head_dim
+    shapes = [(batch, number, seq_len, head_dim) for number in (heads, heads // GROUP, heads // GROUP)]
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    name, newest = eight_bit_stage(), stages.load("newest").attention
+    stage = stages.load(name)
+    known = stage.forward.__globals__
+    quantized, keys = entry(known["quantized"]), known["TILES"][head_dim].keys
+    calls = {
+        name: lambda: stage.attention(q, k, v, causal=causal),
+        "pre-pass": lambda: quantized(k, v, keys=keys),
+        stages.newest(): lambda: newest(q, k, v, causal=causal),
+    }
+    if "flash-3" in BASELINES:
+        calls["flash-3"] = lambda: BASELINES["flash-3"](q, k, v, causal=causal)
+    record = {"batch": batch, "seq_len": seq_len, "heads": heads, "kv_heads": heads // GROUP, "head_dim": head_dim}
+    record |= {"causal": causal, "dtype": "bfloat16", "us": {}}
+    for each, call in calls.items():
+        try:
+            times, hidden = timer.measure(call)
+        except Exception as error:
+            if not refusal(each, error):
+                raise
+            continue
+        if hidden:
+            record["us"][each] = round(statistics.median(times) * 1e6, 1)
+    record["error"], _ = error_of(stage.attention, q, k, v, causal)
+    half = [each.half() for each in (q, k, v)]
+    record["error_float16"], _ = error_of(newest, *half, causal)
+    _, record["bias"] = error_of(stage.attention, q, k, v + 1, causal)
+    return record
+
+
+def table(records: list[dict]) -> str:
+    """Return a table of the cases. A forward's FLOPs are those of the scores that are not masked."""
+    name, *others = dict.fromkeys(each for record in records for each in record["us"] if each != "pre-pass")
+    rows = []
+    for record in records:
+        us = record["us"]
+        pairs = record["batch"] * record["heads"] * record["seq_len"] ** 2 / (2 if record["causal"] else 1)
+        ours = us.get(name)
+        row = [record["seq_len"], record["head_dim"], "causal" if record["causal"] else "full", ours, us.get("pre-pass")]
+        row.append(f"{4 * pairs * record['head_dim'] / ours / 1e6:.0f}" if ours else "-")
+        row += [f"{us[each] / ours:.2f}" if ours and each in us else "-" for each in others]
+        row += [f"{record['error']:.4f}", f"{record['error'] / record['error_float16']:.0f}", f"{100 * record['bias']:.2f} %"]
+        rows.append(row)
+    headers = ["S", "D", "mask", f"{name}, µs", "pre-pass, µs", "TFLOP/s", *(f"× {each}" for each in others)]
+    return tabulate(rows, [*headers, "error", "× float16", "bias, V of mean 1"], disable_numparse=True)
+
+
+def main(argv: list[str]):
+    """Run the command line."""
+    parser = command("common.measure.eight", __doc__)
+    parser.add_argument("file", type=json_path, nargs="?", help="the JSON file to write")
+    parser.add_argument("--computed", action="store_true", help="print errors that PyTorch computes, and measure nothing")
+    options = parser.parse_args(argv)
+    if options.computed:
+        return print(computed())
+    if not options.file:
+        parser.error("name the JSON file to write")
+    if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
+        raise SystemExit(f"common.measure.eight {reason}")
+    cases = list(itertools.product(LENGTHS, HEAD_DIMS, (False, True)))
+    facts, timer, records = machine.facts(), GpuTimer(), []
+    with Progress(len(cases)) as bar:
+        for number, (seq_len, head_dim, causal) in enumerate(cases, start=1):
+            bar.begin(f"{number} of {len(cases)}, {seq_len} tokens, D={head_dim}")
+            records.append(measure(seq_len, head_dim, causal, timer))
+            write_json(options.file, {"machine_info": facts, "records": records})
+            bar.update(1)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -316,8 +316,10 @@ class Recorded:
     def __init__(self, function: Callable):
         self.function, self.replays = function, collections.OrderedDict()  # a dict finds its oldest entry slowly
 
-    def __call__(self, *tensors, causal, scale, diagonal=0, **lengths):
+    def __call__(self, *tensors, causal, scale, diagonal=0, differentiable=None, **lengths):
         options = {"causal": causal, "scale": scale, "diagonal": diagonal, **lengths}
+        if differentiable is not None:
+            options["differentiable"] = differentiable
         try:
             driver = triton.runtime.driver.active
         except RuntimeError:  # there is no GPU, but a stage without kernels needs none
@@ -331,7 +333,7 @@ class Recorded:
             given = *tensors, *(each for each in itertools.chain(*lengths.values()) if each is not None)
         settings = driver, device, torch.are_deterministic_algorithms_enabled()
         number = type(scale), scale or str(scale)  # zero as text, because 0.0 equals -0.0
-        kind = _kind(given, *settings, causal, *number, diagonal, *lengths)
+        kind = _kind(given, *settings, causal, *number, diagonal, differentiable, *lengths)
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
             give_context(tensors[0])

@@ -15,7 +15,6 @@ from tabulate import tabulate
 from torch import Tensor
 
 import stages
-from common.entry import entry
 from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES, refusal
@@ -143,7 +142,7 @@ def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer) -> dict:
     name, newest = eight_bit_stage(), stages.load("newest").attention
     stage = stages.load(name)
     known = stage.forward.__globals__
-    quantized, keys = entry(known["quantized"]), known["TILES"][head_dim].keys
+    quantized, keys = known["quantized"], known["TILES"][head_dim].keys
     calls = {
         name: lambda: stage.attention(q, k, v, causal=causal),
         "pre-pass": lambda: quantized(k, v, keys=keys),

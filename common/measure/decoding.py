@@ -28,7 +28,7 @@ from common.eight_bits import quantized
 from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES
-from common.measure.options import add_list, command, write_json
+from common.measure.options import add_list, command, list_of, one_of, write_json
 from common.measure.progress import Progress
 from common.measure.timing import GpuTimer, copy_gbps, host_seconds, seconds_of_row
 from common.runtime import DEVICE
@@ -48,7 +48,7 @@ def implementations(q, k, v, lengths, table=None, names: Sequence[str] = ()) -> 
 
     With a `table`, they lie in pages, [pages, page size, Hkv, D]. SDPA takes no lengths on the device, and no pages. It attends
     to the whole caches, which it would have to slice on the host. `names` are those of stages; without any, the newest. A stage
-    that takes 8 bits has a second function, with caches that are quantized here.
+    that takes 8 bits has a second function, with caches that are rounded here.
     """
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     keys = heads_first[1:] if table is None else (k, v)
@@ -58,11 +58,14 @@ def implementations(q, k, v, lengths, table=None, names: Sequence[str] = ()) -> 
         for name in names or [stages.newest()]
         if table is None or getattr(stages.load(name), "PAGES", False)
     }
-    for name in [*found] if table is None else []:  # a head's factor belongs to a sequence, not to a page
+    for name in [*found]:
         stage = stages.load(name)
         if "descales" in inspect.signature(stage.forward).parameters:
-            (k8, k_descale), (v8, v_descale) = map(in_eight_bits, keys)
-            factors = {"k_descale": k_descale, "v_descale": v_descale}
+            factors = {}
+            if table is None:
+                (k8, factors["k_descale"]), (v8, factors["v_descale"]) = map(in_eight_bits, keys)
+            else:  # a head's factor belongs to a sequence, not to a page; here it is 1
+                k8, v8 = (tensor.to(EIGHT_BITS) for tensor in keys)
             found[f"{name}, 8 bits"] = functools.partial(stage.attention, heads_first[0], k8, v8, **options, **factors)
     if "flash-3" in BASELINES:
         flash = functools.partial(torch.ops.flash_attn_3.fwd, seqused_k=lengths, page_table=table, num_splits=0)
@@ -176,11 +179,14 @@ def main(argv: list[str]):
     """Run the command line."""
     parser = command("common.measure.decoding", __doc__, "the JSON file to write")
     add_list(parser, "--stage", "newest")
+    parser.add_argument(
+        "--heads", type=list_of(one_of(HEADS)), default="32,64", metavar="LIST", help="query heads (default: all)"
+    )
     options = parser.parse_args(argv)
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.decoding {reason}")
     copy_rate = copy_gbps(GpuTimer()) * 1e9
-    cases = list(itertools.product(BATCHES, HEADS, CAPACITIES))
+    cases = list(itertools.product(BATCHES, options.heads, CAPACITIES))
     facts, records = machine.facts(), []
     with Progress(len(cases)) as bar:
         for number, (batch, heads, capacity) in enumerate(cases, start=1):

@@ -176,13 +176,8 @@ def table(records: list[dict]) -> str:
         us = record["us"]
         pairs = record["batch"] * record["heads"] * record["seq_len"] ** 2 / (2 if record["causal"] else 1)
         ours = us.get(name)
-        row = [
-            record["seq_len"],
-            record["head_dim"],
-            "causal" if record["causal"] else "full",
-            us.get(name, "-"),
-            us.get("pre-pass", "-"),
-        ]
+        mask = "causal" if record["causal"] else "full"
+        row = [record["seq_len"], record["head_dim"], mask, us.get(name, "-"), us.get("pre-pass", "-")]
         row.append(f"{4 * pairs * record['head_dim'] / ours / 1e6:.0f}" if ours else "-")
         row += [f"{us[each] / ours:.2f}" if ours and each in us else "-" for each in others]
         row += [f"{record['error']:.4f}", f"{record['error'] / record['error_float16']:.0f}", f"{100 * record['bias']:.2f} %"]

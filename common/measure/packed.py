@@ -30,7 +30,7 @@ SHORTEST, LONGEST = 50, 8192  # tokens of a sequence
 MEDIAN, SPREAD = 800, 1.0  # of the lengths, and the standard deviation of their logarithms
 TOKENS = (16384, 65536)
 HEADS, KV_HEADS = 32, (8, 32)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 MOST_PADDING = 16  # a padded batch is measured only up to this many times the tokens
 
 
@@ -141,10 +141,17 @@ def main(argv: list[str]):
     """Run the command line."""
     parser = command("common.measure.packed", __doc__, "the JSON file to write")
     parser.add_argument("--pass", dest="pass_", type=list_of(one_of(("fwd", "bwd"))), default="fwd,bwd", help="a list: fwd,bwd")
+    parser.add_argument(
+        "--head-dim",
+        type=list_of(one_of(HEAD_DIMS)),
+        default="64,128,256",
+        metavar="LIST",
+        help="head dimensions (default: all)",
+    )
     options = parser.parse_args(argv)
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.packed {reason}")
-    cases = list(itertools.product(options.pass_, TOKENS, KV_HEADS, HEAD_DIMS, (True, False)))
+    cases = list(itertools.product(options.pass_, TOKENS, KV_HEADS, options.head_dim, (True, False)))
     facts, timer, records = machine.facts(), GpuTimer(), []
     with Progress(len(cases)) as bar:
         for number, (pass_, tokens, kv_heads, head_dim, causal) in enumerate(cases, start=1):

@@ -7,7 +7,7 @@ from .backward import backward
 from .choice import choice
 from .forward import forward
 
-__all__ = ["PAGES", "SPILLED_BYTES", "UNORDERED", "attention", "backward", "choice", "forward", "unavailable"]
+__all__ = ["PAGES", "SPILLED_BYTES", "UNORDERED", "WIDE_PACKED", "attention", "backward", "choice", "forward", "unavailable"]
 WAS = "v53_short_forward"
 
 SPILLED_BYTES = 328  # the most that a kernel of these tracks spills
@@ -15,5 +15,6 @@ SPILLED_BYTES = 328  # the most that a kernel of these tracks spills
 # `torch.use_deterministic_algorithms` is on.
 UNORDERED = ("dq", "dk", "dv")
 PAGES = True  # the forward takes caches in pages
+WIDE_PACKED = True  # packed sequences have gradients for D or Dv = 256, too
 
 attention = make_attention(__name__, forward, backward)

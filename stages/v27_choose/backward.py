@@ -6,7 +6,7 @@
 
 from common.kernels.hopper import require_hopper
 from stages.shortbwd10_packed_backward.backward import backward as backward_of_shortbwd
-from stages.wide10_shared_query_tiles.backward import backward as backward_of_wide
+from stages.wide11_packed_backward.backward import backward as backward_of_wide
 
 
 def chosen_backward(head_dim, value_dim) -> str:
@@ -28,7 +28,5 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0, starts=N
         NotImplementedError: there are `starts`, and "shortbwd" would fall back.
     """
     require_hopper(__package__)
-    if starts is not None:
-        return backward_of_shortbwd(grad_out, q, k, v, out, lse, causal=causal, scale=scale, starts=starts)
-    track = chosen_backward(q.shape[3], v.shape[3])
-    return BACKWARDS[track](grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
+    run = BACKWARDS[chosen_backward(q.shape[3], v.shape[3])]
+    return run(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal, starts=starts)

@@ -8,7 +8,7 @@ import torch
 from common.layout import cdiv
 from common.runtime import num_sms
 from stages.shortbwd10_packed_backward.backward_splits import splits_of
-from stages.wide10_shared_query_tiles.backward_splits import splits_of as splits_of_wide
+from stages.wide11_packed_backward.backward_splits import splits_of as splits_of_wide
 
 from .backward import BACKWARDS, chosen_backward
 from .forward import FORWARDS, chosen_forward

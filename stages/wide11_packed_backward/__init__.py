@@ -6,7 +6,7 @@ from common.operator import make_attention
 from .backward import backward
 from .forward import forward
 
-__all__ = ["SPILLED_BYTES", "UNORDERED", "UNTRIED", "WIDE_PACKED", "attention", "backward", "forward", "unavailable"]
+__all__ = ["SPILLED_BYTES", "UNORDERED", "WIDE_PACKED", "attention", "backward", "forward", "unavailable"]
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.
@@ -15,6 +15,5 @@ SPILLED_BYTES = 288
 # `torch.use_deterministic_algorithms` is on.
 UNORDERED = ("dq", "dk", "dv")
 WIDE_PACKED = True  # packed sequences have gradients for D or Dv = 256, too
-UNTRIED = True  # no GPU has run its kernels yet, so the newest stage does not choose it
 
 attention = make_attention(__name__, forward, backward)

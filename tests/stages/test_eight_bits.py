@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import pytest
 import torch
@@ -25,7 +26,11 @@ EDGES = (0, 1, 63, 64, 65, 127, 128, 129, CAPACITY)  # key tiles have 64 keys
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=usual([name for name in taking_lengths("descales") if stages.track(name)]))
+OF_TRACKS = [name for name in taking_lengths("descales") if stages.track(name)]
+FIRST = OF_TRACKS[0]
+
+
+@pytest.fixture(params=usual(OF_TRACKS))
 def taking(request):
     """A stage that takes caches in 8 bits."""
     return available(request.param)
@@ -61,9 +66,11 @@ class Eight:
         ]
 
     def attention(self, stage, causal=True, **others):
-        options = {"cache_seqlens": on_device(self.lengths), "causal": causal, "scale": SCALE, "return_lse": True}
+        options = {"causal": causal, "scale": SCALE, "return_lse": True, **others}
         options |= dict(zip(("k_descale", "v_descale"), self.descales, strict=True))
-        return stage.attention(self.q, self.k, self.v, **options | others)
+        if "cache_seqlens" not in options:
+            options["cache_seqlens"] = on_device(self.lengths)
+        return stage.attention(self.q, self.k, self.v, **options)
 
     def check(self, stage, causal=True, **others):
         """Assert that the results are as right as plain attention to k and v in q's dtype. Return `out`."""
@@ -266,7 +273,7 @@ def test_bad_inputs_are_refused(taking, changes, error, message):
 
 
 def test_other_stages_and_gradients_are_refused(taking):
-    for name in (stages.names()[0], stages.parent(taking.__name__.removeprefix("stages."))):
+    for name in (stages.names()[0], stages.parent(FIRST)):
         with pytest.raises(NotImplementedError, match=f"{name} takes no k and v in 8 bits"):
             stages.load(name).attention(**given())
         with pytest.raises(NotImplementedError, match=f"{name} takes no k and v in 8 bits"):
@@ -312,10 +319,11 @@ def test_quantized_with_lengths_and_with_factors():
 
 
 def test_few_registers_refuse_wide_heads(taking):
-    """At D = 256, the cache is widened in memory, and the parent computes the results."""
+    """At D = 256, the cache is widened in memory, and a stage without 8 bits computes the results."""
     takes = names_in(taking.__name__.removeprefix("stages."))["takes"]
+    masked = {"masked": False} if "masked" in inspect.signature(takes).parameters else {}
     q = torch.empty(2, 4, 1, 256, dtype=HALF)
-    assert [takes(q, 100, width, 4, False) for width in (16, 128, 256)] == [True, True, False]
+    assert [takes(q, 100, width, 4, **masked) for width in (16, 128, 256)] == [True, True, False]
 
 
 class NoFloat32(TorchDispatchMode):
@@ -328,10 +336,10 @@ class NoFloat32(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-def test_a_cache_is_widened_in_memory_in_16_bits(taking, dtype):
+def test_a_cache_is_widened_in_memory_in_16_bits(dtype):
     """A copy in float32 would take four times the memory of the cache. The rounding is as in float32."""
     eight = Eight.of(1, (CAPACITY, CAPACITY), heads=2, kv_heads=1, rounded=True)
-    widened_in_memory = names_in(taking.__name__.removeprefix("stages."))["widened_in_memory"]
+    widened_in_memory = names_in(FIRST)["widened_in_memory"]
     with NoFloat32():
         found = [widened_in_memory(*each, dtype, None) for each in zip((eight.k, eight.v), eight.descales, strict=True)]
     assert all(map(torch.equal, found, eight.wide(dtype)))

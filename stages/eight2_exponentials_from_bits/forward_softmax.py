@@ -85,7 +85,8 @@ def _probabilities(s, factor, m):
     A thread has pairs of neighbouring columns, so no element moves.
     """
     even, odd = gl.split(s.reshape([s.shape[0], s.shape[1] // 2, 2]))
-    factor, m = per_row(factor, even.type.layout), per_row(m, even.type.layout)
+    halves: gl.constexpr = even.type.layout
+    factor, m = per_row(factor, halves), per_row(m, halves)
     even = gl.exp2(even * factor - (m - P_SHIFT))
     p = gl.join(even, _exp2_from_bits(odd, factor, m))
     return gl.convert_layout(p.reshape(s.shape), s.type.layout, assert_trivial=True)

@@ -1,14 +1,18 @@
 """Measure forwards in 8 bits: their time, their error beside that of 16 bits, and the bias of O where V has a mean.
 
-    python -m common.measure.eight results/eight-h100.json   # on a Hopper GPU, about a minute
+    python -m common.measure.eight results/eight-h100.json   # on a Hopper GPU, about a minute for each stage
+    python -m common.measure.eight --stage eight2,eight1 two.json   # two stages, the last of the track first
     python -m common.measure.eight --computed                # the errors alone, computed in PyTorch, without a GPU
 
 Inputs are bfloat16, and 8 query heads share a K/V head. An error is the RMS error over the RMS of O.
 """
 
+import functools
 import itertools
+import math
 import statistics
 import sys
+from collections.abc import Sequence
 
 import torch
 from tabulate import tabulate
@@ -18,14 +22,23 @@ import stages
 from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES, refusal
-from common.measure.options import command, json_path, write_json
+from common.measure.options import add_list, command, json_path, write_json
 from common.measure.progress import Progress
-from common.measure.reference import E4M3_MAX, e4m3, plain, plain_in_eight_bits, truth
+from common.measure.reference import (
+    E4M3_MAX,
+    EIGHT_BIT_KEYS,
+    e4m3,
+    plain,
+    plain_in_eight_bits,
+    rounded_to_eight_bits,
+    truth,
+)
 from common.measure.timing import GpuTimer
 from common.measure.workloads import HIDDEN, TOKENS
 from common.runtime import DEVICE
 
 LENGTHS, HEAD_DIMS, GROUP = (2048, 4096, 8192, 16384, 32768), (64, 128), 8
+PRE_PASS = "pre-pass"  # its entry among the times: the kernel that rounds K and V
 CHECKED = 128  # the last queries of a head, whose error is measured
 PRODUCTS, BITS = 32, 13  # a tensor core adds so many products at a time, with so many bits below the largest addend's first
 
@@ -102,6 +115,19 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
 
 
+def half_from_bits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return O as `plain_in_eight_bits` computes it, but with a row's largest P 448, and odd keys' P from a float's bits."""
+    q, k, v = (
+        rounded_to_eight_bits(each, rows) for each, rows in zip((q, k, v), (1, EIGHT_BIT_KEYS, EIGHT_BIT_KEYS), strict=True)
+    )
+    x = (q @ k.mT) * (scale * math.log2(math.e))
+    x -= x.amax(-1, keepdim=True)
+    p = x.exp2() * E4M3_MAX
+    bits = ((x + 135.75) * 2**15).round().clamp(min=0).int() << 8  # 448 = 2^8 * 1.75 has the bits 8 + 127, and then 0.75
+    p[..., 1::2] = bits.view(torch.float32)[..., 1::2]
+    return e4m3(p) @ v / p.sum(-1, keepdim=True)
+
+
 def computed() -> str:
     """Return tables of what PyTorch computes: the errors of 8 bits by kind of inputs, and the biases of sums."""
     rows = []
@@ -112,16 +138,18 @@ def computed() -> str:
         q, k, v = (each.half() for each in (q, k, v))
         exact = truth(q, k, v, False, 128**-0.5)["out"]
         of8, of16 = (relative(make(q, k, v, False, 128**-0.5)["out"].half(), exact) for make in (plain_in_eight_bits, plain))
-        rows.append([kind, f"{of8:.4f}", f"{of8 / of16:.0f}"])
-    errors = tabulate(rows, ["inputs", "error in 8 bits", "× float16"], disable_numparse=True)
+        of_bits = relative(half_from_bits(q, k, v, 128**-0.5).half(), exact)
+        rows.append([kind, f"{of8:.4f}", f"{of8 / of16:.0f}", f"{of_bits / of8:.3f}"])
+    headers = ["inputs", "error in 8 bits", "× float16", "half of P from bits, × the error"]
+    errors = tabulate(rows, headers, disable_numparse=True)
     lengths = {keys: biases(keys) for keys in LENGTHS[:-1]}
     rows = [[keys, *(f"{100 * bias:.2f} %" for bias in of_keys.values())] for keys, of_keys in lengths.items()]
     return f"{errors}\n\n{tabulate(rows, ['keys', *lengths[LENGTHS[0]]], disable_numparse=True)}"
 
 
-def eight_bit_stage() -> str:
-    """Return the last stage that computes in 8 bits."""
-    return [name for name in stages.names() if hasattr(stages.load(name), "eight_bits")][-1]
+def eight_bit_stages() -> list[str]:
+    """Return the stages that compute in 8 bits."""
+    return [name for name in stages.names() if hasattr(stages.load(name), "eight_bits")]
 
 
 def error_of(attention, q, k, v, causal: bool) -> tuple[float, float]:
@@ -133,23 +161,21 @@ def error_of(attention, q, k, v, causal: bool) -> tuple[float, float]:
     return relative(out, exact), (out.double().mean() / exact.mean() - 1).item()
 
 
-def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer) -> dict:
-    """Return the record of a case: median µs of each implementation and of the pre-pass, errors, and biases."""
+def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer, names: Sequence[str]) -> dict:
+    """Return the record of a case: median µs of each implementation and of the first stage's pre-pass, errors, and biases.
+
+    `names` are those of stages that compute in 8 bits.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     batch, heads = max(1, TOKENS // seq_len), HIDDEN // head_dim
     shapes = [(batch, number, seq_len, head_dim) for number in (heads, heads // GROUP, heads // GROUP)]
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
-    name, newest = eight_bit_stage(), stages.load("newest").attention
-    stage = stages.load(name)
-    known = stage.forward.__globals__
-    quantized, keys = known["quantized"], known["TILES"][head_dim].keys
-    calls = {
-        name: lambda: stage.attention(q, k, v, causal=causal),
-        "pre-pass": lambda: quantized(k, v, keys),
-        stages.newest(): lambda: newest(q, k, v, causal=causal),
-    }
+    functions = {name: stages.load(name).attention for name in (*names, stages.newest())}
     if "flash-3" in BASELINES:
-        calls["flash-3"] = lambda: BASELINES["flash-3"](q, k, v, causal=causal)
+        functions["flash-3"] = BASELINES["flash-3"]
+    calls = {name: functools.partial(function, q, k, v, causal=causal) for name, function in functions.items()}
+    known = stages.load(names[0]).forward.__globals__
+    calls[PRE_PASS] = functools.partial(known["quantized"], k, v, known["TILES"][head_dim].keys)
     record = {"batch": batch, "seq_len": seq_len, "heads": heads, "kv_heads": heads // GROUP, "head_dim": head_dim}
     record |= {"causal": causal, "dtype": "bfloat16", "us": {}}
     for each, call in calls.items():
@@ -161,41 +187,48 @@ def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer) -> dict:
             continue
         if hidden:
             record["us"][each] = round(statistics.median(times) * 1e6, 1)
-    record["error"], _ = error_of(stage.attention, q, k, v, causal)
+    record["error"] = {name: error_of(functions[name], q, k, v, causal)[0] for name in names}
     half = [each.half() for each in (q, k, v)]
-    record["error_float16"], _ = error_of(newest, *half, causal)
-    _, record["bias"] = error_of(stage.attention, q, k, v + 1, causal)
+    record["error_float16"], _ = error_of(functions[stages.newest()], *half, causal)
+    record["bias"] = {name: error_of(functions[name], q, k, v + 1, causal)[1] for name in names}
     return record
 
 
 def table(records: list[dict]) -> str:
     """Return a table of the cases. A forward's FLOPs are those of the scores that are not masked."""
-    name, *others = dict.fromkeys(each for record in records for each in record["us"] if each != "pre-pass")
+    names = list(records[0]["error"])
+    name, *others = dict.fromkeys([*names, *(each for record in records for each in record["us"] if each != PRE_PASS)])
     rows = []
     for record in records:
         us = record["us"]
         pairs = record["batch"] * record["heads"] * record["seq_len"] ** 2 / (2 if record["causal"] else 1)
         ours = us.get(name)
         mask = "causal" if record["causal"] else "full"
-        row = [record["seq_len"], record["head_dim"], mask, us.get(name, "-"), us.get("pre-pass", "-")]
+        row = [record["seq_len"], record["head_dim"], mask, us.get(name, "-"), us.get(PRE_PASS, "-")]
         row.append(f"{4 * pairs * record['head_dim'] / ours / 1e6:.0f}" if ours else "-")
         row += [f"{us[each] / ours:.2f}" if ours and each in us else "-" for each in others]
-        row += [f"{record['error']:.4f}", f"{record['error'] / record['error_float16']:.0f}", f"{100 * record['bias']:.2f} %"]
+        for each in names:
+            error = record["error"][each]
+            row += [f"{error:.4f}", f"{error / record['error_float16']:.0f}", f"{100 * record['bias'][each]:.2f} %"]
         rows.append(row)
-    headers = ["S", "D", "mask", f"{name}, µs", "pre-pass, µs", "TFLOP/s", *(f"× {each}" for each in others)]
-    return tabulate(rows, [*headers, "error", "× float16", "bias, V of mean 1"], disable_numparse=True)
+    headers = ["S", "D", "mask", f"{name}, µs", f"{PRE_PASS}, µs", "TFLOP/s", *(f"× {each}" for each in others)]
+    headers += [header for each in names for header in (f"error, {each}", "× float16", "bias, V of mean 1")]
+    return tabulate(rows, headers, disable_numparse=True)
 
 
 def main(argv: list[str]):
     """Run the command line."""
     parser = command("common.measure.eight", __doc__)
     parser.add_argument("file", type=json_path, nargs="?", help="the JSON file to write")
+    add_list(parser, "--stage", eight_bit_stages()[-1])
     parser.add_argument("--computed", action="store_true", help="print errors that PyTorch computes, and measure nothing")
     options = parser.parse_args(argv)
     if options.computed:
         return print(computed())
     if not options.file:
         parser.error("name the JSON file to write")
+    if others := set(options.stage) - set(eight_bit_stages()):
+        parser.error(f"{', '.join(sorted(others))}: not in 8 bits")
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.eight {reason}")
     cases = list(itertools.product(LENGTHS, HEAD_DIMS, (False, True)))
@@ -203,7 +236,7 @@ def main(argv: list[str]):
     with Progress(len(cases)) as bar:
         for number, (seq_len, head_dim, causal) in enumerate(cases, start=1):
             bar.begin(f"{number} of {len(cases)}, {seq_len} tokens, D={head_dim}")
-            records.append(measure(seq_len, head_dim, causal, timer))
+            records.append(measure(seq_len, head_dim, causal, timer, options.stage))
             write_json(options.file, {"machine_info": facts, "records": records})
             bar.update(1)
     print(table(records))

@@ -1,4 +1,4 @@
-"""Half of P comes from integer arithmetic on a float's bits."""
+"""Half of the exponentials come from the bits of floats."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -181,7 +181,7 @@ def test_bits_of_numbers_far_below_the_maximum_are_zero():
     assert from_bits(s, torch.full_like(factor, 1e-37), m + 200)[[0, 3, 4], 5].equal(s.new_zeros(3))
 
 
-@pytest.mark.parametrize("nats", [80, 150, 1e4, 1e30])
+@pytest.mark.parametrize("nats", [80, 150, 1e4])
 def test_keys_far_below_the_maximum_have_no_weight(eight, nats):
     """A key has all of the attention, in an even or an odd column; the others' V is large."""
     q, k, v, _ = make_inputs(40, 300, 64, BRAIN, **ONE)
@@ -193,21 +193,6 @@ def test_keys_far_below_the_maximum_have_no_weight(eight, nats):
         out, lse = eight.forward(q, some, v, causal=False, scale=1.0)
         torch.testing.assert_close(out, v[:, :, key : key + 1].expand_as(out), rtol=1 / 16, atol=v.abs().max().item() / 448)
         assert not lse.any()
-
-
-def test_scores_of_any_size_are_right_or_nan(eight):
-    """A key has all of the attention. The bits of scores beyond 1e34 overflow: then P is NaN."""
-    q, k, v, _ = make_inputs(40, 300, 64, BRAIN, **ONE)
-    q[:], k[:] = 0, 0
-    q[..., 0] = 1
-    for size, key in itertools.product((1e30, 1e33, 1e36), (130, 131)):
-        k[:, :, :, 0] = -size
-        k[:, :, key, 0] = size
-        out, _ = eight.forward(q, k, v, causal=False, scale=1.0)
-        if size == 1e36 and "_exp2_from_bits" in names_in(name_of(eight)):
-            assert out.isnan().all()
-        else:
-            torch.testing.assert_close(out, v[:, :, key : key + 1].expand_as(out), rtol=1 / 16, atol=v.abs().max().item() / 448)
 
 
 LENGTHS = [(1, 1), (5, 17), (64, 128), (130, 257), (129, 383), (200, 90)]

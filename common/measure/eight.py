@@ -82,6 +82,12 @@ def with_outliers(q, k, v):
     q[..., 7] *= 20
 
 
+def with_shared_outliers(q, k, v):
+    """Let a channel of Q be 20 times as large, and four of K, among them that of Q."""
+    k[..., [1, 5, 9, 33]] *= 20
+    q[..., 5] *= 20
+
+
 def with_mean(q, k, v):
     """Let V have the mean 1."""
     v += 1
@@ -105,8 +111,8 @@ def with_wide_scores(q, k, v):
 
 
 INPUTS = {
-    "normal": lambda q, k, v: None, "outlier channels": with_outliers, "V of mean 1": with_mean, "V drifts": with_drift,
-    "sink": with_sink, "wide scores": with_wide_scores,
+    "normal": lambda q, k, v: None, "outlier channels": with_outliers, "Q's outliers among K's": with_shared_outliers,
+    "V of mean 1": with_mean, "V drifts": with_drift, "sink": with_sink, "wide scores": with_wide_scores,
 }  # fmt: skip
 
 
@@ -128,6 +134,14 @@ def half_from_bits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return e4m3(p) @ v / p.sum(-1, keepdim=True)
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Multiply rows by a Hadamard matrix over the root of its size. Q Kᵀ stays the same if both are rotated."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < x.shape[-1]:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return x.float() @ matrix / len(matrix) ** 0.5
+
+
 def computed() -> str:
     """Return tables of what PyTorch computes: the errors of 8 bits by kind of inputs, and the biases of sums."""
     rows = []
@@ -138,9 +152,10 @@ def computed() -> str:
         q, k, v = (each.half() for each in (q, k, v))
         exact = truth(q, k, v, False, 128**-0.5)["out"]
         of8, of16 = (relative(make(q, k, v, False, 128**-0.5)["out"].half(), exact) for make in (plain_in_eight_bits, plain))
-        of_bits = relative(half_from_bits(q, k, v, 128**-0.5).half(), exact)
-        rows.append([kind, f"{of8:.4f}", f"{of8 / of16:.0f}", f"{of_bits / of8:.3f}"])
-    headers = ["inputs", "error in 8 bits", "× float16", "half of P from bits, × the error"]
+        others = [half_from_bits(q, k, v, 128**-0.5)]
+        others.append(plain_in_eight_bits(rotated(q), rotated(k), v, False, 128**-0.5)["out"])
+        rows.append([kind, f"{of8:.4f}", f"{of8 / of16:.0f}", *(f"{relative(out.half(), exact) / of8:.3f}" for out in others)])
+    headers = ["inputs", "error in 8 bits", "× float16", "half of P from bits, × the error", "Q and K rotated, × the error"]
     errors = tabulate(rows, headers, disable_numparse=True)
     lengths = {keys: biases(keys) for keys in LENGTHS[:-1]}
     rows = [[keys, *(f"{100 * bias:.2f} %" for bias in of_keys.values())] for keys, of_keys in lengths.items()]

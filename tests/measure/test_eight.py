@@ -55,6 +55,21 @@ def test_half_of_p_from_bits_adds_few_errors():
     torch.testing.assert_close(eight.half_from_bits(q, k, v[:, :, :2], 1.0), rounded_to_eight_bits(v[:, :, :2], 128))
 
 
+def test_a_rotation_keeps_scores_and_spreads_outliers():
+    q, k = (torch.randn(1, 1, 8, 64) for _ in range(2))
+    torch.testing.assert_close(eight.rotated(q) @ eight.rotated(k).mT, q @ k.mT)
+    one = torch.zeros(1, 1, 1, 64)
+    one[..., 5] = 8
+    assert (eight.rotated(one).abs() == 1).all()
+
+
+def test_all_inputs_differ_from_normal_ones():
+    for kind, change in eight.INPUTS.items():
+        tensors = [torch.ones(1, 1, 4, 64) for _ in range(3)]
+        change(*tensors)
+        assert (kind == "normal") == all((each == 1).all() for each in tensors)
+
+
 def record_of(names, us):
     record = {"batch": 1, "seq_len": 2048, "heads": 16, "kv_heads": 2, "head_dim": 128, "causal": True, "us": us}
     return record | {"error": dict.fromkeys(names, 0.05), "error_float16": 0.0005, "bias": dict.fromkeys(names, -0.002)}

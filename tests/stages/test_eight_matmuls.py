@@ -59,6 +59,11 @@ def with_outliers(q, k, v):
     q[..., 7] *= 20
 
 
+def with_shared_outliers(q, k, v):
+    k[..., [1, 5, 9, 33]] *= 20
+    q[..., 5] *= 20
+
+
 def with_mean(q, k, v):
     v += 1
 
@@ -96,6 +101,7 @@ def with_small_and_large_rows(q, k, v):
 INPUTS = {
     "normal": lambda q, k, v: None,
     "outlier channels": with_outliers,
+    "Q's outliers among K's": with_shared_outliers,
     "V with a mean": with_mean,
     "V that drifts": with_drift,
     "first key a sink": with_sink(0),

@@ -144,6 +144,7 @@ def _accumulate(s, q, q_factor, scales, ring, fill, tiles, problem, last, CAUSAL
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         signal(ring.empty, fill)
         m_new = gl.maximum(m, gl.max(s, 1) * factor)
+        # NOTE: exponentials take as long as the matmuls; eight2 computes every second one from a float's bits.
         p = gl.exp2(s * factor[:, None] - (m_new - P_SHIFT)[:, None])
         l = l * per_row(gl.exp2(m - m_new), l_layout) + _sums(p)
         rescale = gl.exp2(m - m_new + (unit - new_unit))  # factor for acc in the next step

@@ -10,7 +10,7 @@ from .forward import forward
 __all__ = ["PAGES", "SPILLED_BYTES", "UNORDERED", "WIDE_PACKED", "attention", "backward", "choice", "forward", "unavailable"]
 WAS = "v53_short_forward"
 
-SPILLED_BYTES = 328  # the most that a kernel of these tracks spills
+SPILLED_BYTES = 332  # the most that a kernel of these tracks spills
 # Programs add to dQ, and to the dK and dV of a key tile that they share, in any order, unless
 # `torch.use_deterministic_algorithms` is on.
 UNORDERED = ("dq", "dk", "dv")

@@ -10,7 +10,7 @@ __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "un
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.
-SPILLED_BYTES = 288
+SPILLED_BYTES = 332
 # Up to D = 128, CTAs add to dQ in any order; at D = 256, to the dK and dV of a key tile that they share, unless
 # `torch.use_deterministic_algorithms` is on.
 UNORDERED = ("dq", "dk", "dv")

@@ -95,6 +95,7 @@ class Eight:
 PROBLEMS = [
     (1, 8, 1, 64, 64, BRAIN, False),
     (1, 4, 4, 128, 128, HALF, True),  # one query sees all keys, with a mask or without
+    (4, 8, 2, 128, 64, BRAIN, True),
     (2, 2, 2, 256, 64, BRAIN, True),
     (5, 16, 1, 64, 32, HALF, True),
     (7, 3, 1, 128, 16, BRAIN, True),  # three heads are not packed
@@ -322,8 +323,8 @@ def test_few_registers_refuse_wide_heads(taking):
     """At D = 256, the cache is widened in memory, and a stage without 8 bits computes the results."""
     takes = names_in(taking.__name__.removeprefix("stages."))["takes"]
     masked = {"masked": False} if "masked" in inspect.signature(takes).parameters else {}
-    q = torch.empty(2, 4, 1, 256, dtype=HALF)
-    assert [takes(q, 100, width, 4, **masked) for width in (16, 128, 256)] == [True, True, False]
+    sizes = {width: torch.empty(2, 4, 1, width, dtype=HALF) for width in (64, 128, 256)}
+    assert [takes(q, 100, width, 4, **masked) for width, q in sizes.items()] == [True, True, False]
 
 
 class NoFloat32(TorchDispatchMode):

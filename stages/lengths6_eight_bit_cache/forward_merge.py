@@ -60,7 +60,7 @@ def _merge_kernel(
 
 
 def merge(parts, part_lses, shares, out, lse):
-    """Merge the shares' outputs `parts`, [tiles + CTAs, rows, Dv], and their `part_lses` into `out` and `lse`."""
+    """Merge the shares' outputs `parts`, [tiles + shares, rows, Dv], and their `part_lses` into `out` and `lse`."""
     value_dim = parts.shape[-1]
     own = min(16, 2048 // value_dim)  # number of parts whose outputs fit into 64 registers of each thread
     usual = cdiv(len(parts), len(shares))  # parts of a tile, if all sequences are equally long

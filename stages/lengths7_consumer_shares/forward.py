@@ -168,7 +168,8 @@ def _consumer(tensors, worker, problem, CAUSAL: gl.constexpr):
     while place < share.end:
         tile = _tile(place, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
         # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score (-inf) times 0 is NaN.
-        scale_log2 = gl.maximum(problem.scale * _descale(tensors.k_descale, tile, problem) * LOG2_E, 1e-37)
+        scale_log2 = problem.scale * _descale(tensors.k_descale, tile, problem) * LOG2_E
+        scale_log2 = gl.where(scale_log2 < 1e-37, 1e-37, scale_log2)  # unlike a maximum, this keeps a factor of NaN
         v_descale = _descale(tensors.v_descale, tile, problem)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
         # In registers, Q need not be read from shared memory for every key tile, and TMA can bring the next Q.

@@ -161,7 +161,8 @@ def _consumer(tensors, worker, problem, CAUSAL: gl.constexpr):
     while place < share.end:
         tile = _tile(place, batch, first, share, problem, BLOCK_N, PACKED, CAUSAL)
         # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score (-inf) times 0 is NaN.
-        scale_log2 = gl.maximum(problem.scale * _descale(tensors.k_descale, tile, problem) * LOG2_E, 1e-37)
+        scale_log2 = problem.scale * _descale(tensors.k_descale, tile, problem) * LOG2_E
+        scale_log2 = gl.where(scale_log2 < 1e-37, 1e-37, scale_log2)  # unlike a maximum, this keeps a factor of NaN
         v_descale = _descale(tensors.v_descale, tile, problem)
         q = queries.q.index(wait_full(queries.full, turn)).reshape([N, HEAD_DIM]).load(q_layout)
         queries.by_lanes.store(_by_lanes(q))

@@ -96,6 +96,8 @@ PROBLEMS = [
     (1, 8, 1, 64, 64, BRAIN, False),
     (1, 4, 4, 128, 128, HALF, True),  # one query sees all keys, with a mask or without
     (4, 8, 2, 128, 64, BRAIN, True),
+    (4, 8, 2, 64, 128, HALF, True),
+    (16, 3, 1, 128, 128, BRAIN, True),
     (2, 2, 2, 256, 64, BRAIN, True),
     (5, 16, 1, 64, 32, HALF, True),
     (7, 3, 1, 128, 16, BRAIN, True),  # three heads are not packed
@@ -140,7 +142,7 @@ def paged(cache: Cache, factors):
 
 
 SIZES = (16, 32, 64, 128, 256)
-OF_PAGES = [(3, 128, 128, BRAIN), (2, 256, 256, HALF), (2, 128, 32, HALF), (150, 64, 64, BRAIN), (1, 64, 64, HALF)]
+OF_PAGES = [(3, 128, 128, BRAIN), (2, 256, 256, HALF), (8, 128, 128, HALF), (150, 64, 64, BRAIN), (1, 64, 32, HALF)]
 
 
 @pytest.mark.parametrize("page_size, problem", [
@@ -168,6 +170,17 @@ def test_without_factors_they_are_1(taking):
         out, lse = eight.attention(taking, k_descale=k_descale, v_descale=v_descale, scale=SCALE / 100)
         expected = eight.attention(taking, k_descale=ones[0], v_descale=ones[1], scale=SCALE / 100)
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_factor_of_nan_spoils_its_heads_alone(taking, which):
+    eight = Eight.of(1, (100, 30), heads=2, kv_heads=2)
+    expected = eight.attention(taking)[0]
+    eight.descales[which][0, 1] = torch.nan
+    out, lse = eight.attention(taking)
+    assert out[0, 1].isnan().all() and lse[0, 1].isnan().all() == (which == 0)
+    out[0, 1] = expected[0, 1]
+    assert torch.equal(out, expected)
 
 
 def test_factors_may_have_any_strides(taking):

@@ -3,9 +3,10 @@
 Stand-ins replace the driver and the compiler. Each test starts a new process, because pytest's process may interpret kernels.
 """
 
+import cases
 import programs
 import pytest
-from cases import taking_lengths, taking_pages, tested
+from cases import taking_lengths, taking_pages
 
 import stages
 
@@ -110,7 +111,7 @@ def run(program, *arguments):
 
 def of_tested(names):
     """Return the stages of a list with which most tests run."""
-    return [name for name in names if name in tested()]
+    return [name for name in names if name in cases.tested()]
 
 
 @pytest.mark.parametrize("stage", of_tested(REPLAYED))

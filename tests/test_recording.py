@@ -482,7 +482,7 @@ for call in range(8):
     )
 
 
-@pytest.mark.parametrize("stage", taking_lengths("descales"))
+@pytest.mark.parametrize("stage", cases.usual(taking_lengths("descales")))
 def test_a_replay_takes_the_factors_of_its_call(stage):
     """A replay passes the addresses of the factors on. Calls with one factor, two and none are of different kinds."""
     run(
@@ -508,7 +508,7 @@ for call in range(8):
     )
 
 
-@pytest.mark.parametrize("stage", [name for name in stages.names() if hasattr(stages.load(name), "eight_bits")])
+@pytest.mark.parametrize("stage", cases.usual([name for name in stages.names() if hasattr(stages.load(name), "eight_bits")]))
 def test_calls_that_are_differentiable_are_of_another_kind(stage):
     """A forward in 8 bits rounds K and V, then launches its own kernel. If it is differentiable, it launches the parent's."""
     run(

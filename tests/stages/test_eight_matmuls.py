@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases import LONG, Part, assert_same_bits, by_operator, make_inputs, names_in, set_names
+from cases import LONG, Part, assert_same_bits, by_operator, make_inputs, names_in, set_names, usual
 from torch.func import grad, jacrev, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 from triton.experimental import gluon
@@ -35,7 +35,7 @@ ONE = {"batch": 1, "heads": 1}
 SCALE = 0.2
 
 
-@pytest.fixture(params=STAGES)
+@pytest.fixture(params=usual(STAGES))
 def eight(request, monkeypatch):
     """A stage that computes in 8 bits, here with any length."""
     if reason := stages.unavailable(request.param):

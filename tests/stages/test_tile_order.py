@@ -5,7 +5,7 @@ import collections
 import itertools
 
 import pytest
-from cases import make_inputs, names_in, once, once_by_file, set_names
+from cases import make_inputs, names_in, once, once_by_file, set_names, usual
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
@@ -170,7 +170,7 @@ def test_tiles_without_a_mask_go_through_head_after_head(ordered, watch):
 
 def ordered_backwards():
     """Yield each backward kernel with an order: (stage, kernel, tensor whose tiles its programs take, rows of a tile)."""
-    for name in ordering("backward"):
+    for name in usual(ordering("backward")):
         names = names_in(name, "backward")
         arguments = getattr(names.get("_backward_kernel"), "arg_names", ())
         kernels = {

@@ -239,7 +239,7 @@ MOST_SEQUENCES = 1024  # each warp holds all lengths in its registers
 def takes(q, keys, width, packed) -> bool:
     """Return whether the kernel takes a batch: if a consumer's 64 rows hold all queries of a sequence.
 
-    `width` is the larger of D and Dv. At 256, accumulators and the wideners would need more registers than there are.
+    `width` is the larger of D and Dv. At 256, accumulators and the widener would need more registers than there are.
     """
     batch, heads, seq_q, _ = q.shape
     places = batch * heads // packed * (cdiv(keys, BLOCK_N) + SETUP.value)  # sums of them are int32 in the kernel

@@ -63,8 +63,8 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     signal(ring.empty, fill)  # the first slot has no V
-    # The tile visited first has code of its own, because m and l start from it. Of the others, which are whole, only a causal
-    # mask hides keys: a tile has all queries, so their diagonal may cross several key tiles.
+    # The tile visited first has code of its own, because m and l start from it. All other tiles are whole, so only a causal
+    # mask hides their keys. A tile has all queries, so the diagonal may cross several key tiles.
     start_n = (tile.start + tile.key_tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > tile.keys:
         s = _visible(s, start_n, tile, problem, COPIED, PACKED, CAUSAL)

@@ -254,24 +254,24 @@ def forward(q, k, v, *, causal, scale, diagonal=0, lengths=None, starts=None, de
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    rows = max(8, 1 << (seq_q * packed - 1).bit_length())
+    height = max(8, 1 << (seq_q * packed - 1).bit_length())  # rows of a tile
     tiles = batch * heads // packed
     programs = min(cdiv(tiles * cdiv(seq_k, BLOCK_N), CONSUMERS.value), num_sms())
     copied, describe_keys = BLOCK_N, describe_tile  # keys that a TMA copy loads
     if table is not None:
         copied, describe_keys = min(copied, page), functools.partial(describe_tile, columns=128)
-    queries, outputs, tile = q, out, (rows,)
+    queries, outputs, rows = q, out, (height,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
-        tile = rows // packed, packed
+        rows = height // packed, packed
     parts = lse.new_empty(tiles + CONSUMERS.value * programs, packed * seq_q, value_dim)
     part_lses = lse.new_empty(parts.shape[:2])
     shares = lengths.keys.new_empty(tiles, 2)
     _forward_kernel[programs,](
-        describe_tile(queries, *tile), describe_keys(k, copied), describe_keys(v, copied), describe_tile(outputs, *tile),
+        describe_tile(queries, *rows), describe_keys(k, copied), describe_keys(v, copied), describe_tile(outputs, *rows),
         outputs, lse, parts, part_lses, shares, lengths.keys, table, scale,
         *descales, batch, heads // packed, per_kv // packed, packed * seq_q, seq_k,
-        SEQUENCES=1 << max(batch - 1, 31).bit_length(), BLOCK_N=BLOCK_N, STAGES=SLOTS[rows], CAUSAL=masked, num_warps=4,
+        SEQUENCES=1 << max(batch - 1, 31).bit_length(), BLOCK_N=BLOCK_N, STAGES=SLOTS[height], CAUSAL=masked, num_warps=4,
         maxnreg=128,
     )  # fmt: skip
     merge(parts, part_lses, shares, out, lse)

@@ -7,8 +7,18 @@ from common.kernels.hopper import matrix
 
 
 @gluon.jit
+def _descale(descale_ptr, tile, problem):
+    """Return the factor of a tile's K or V. `descale_ptr` points to all factors, [B, Hkv]."""
+    if descale_ptr is None:
+        return 1.0
+    else:
+        kv_heads = problem.heads // problem.heads_per_kv
+        return gl.load(descale_ptr + tile.batch * kv_heads + tile.kv_head)
+
+
+@gluon.jit
 def _by_lanes(tile):
-    """Change the order of a matrix's columns, in name only, from that of 8-bit operands to that of 16-bit ones.
+    """Change the order of a matrix's columns, in name only: 8-bit operands have one order, and 16-bit operands another.
 
     Of 16 columns, lane t of a row's four holds 4t to 4t + 3 as 8-bit numbers, and 2t, 2t + 1, 2t + 8 and 2t + 9 as 16-bit ones.
     """
@@ -56,13 +66,3 @@ def _to(numbers, dtype: gl.constexpr):
     if dtype == gl.bfloat16:
         numbers = numbers.to(gl.float32)  # else each number takes an F2F.BF16.F16, and an SM runs few of these in a cycle
     return numbers.to(dtype)
-
-
-@gluon.jit
-def _descale(descale_ptr, tile, problem):
-    """Return the factor of a tile's K or V. `descale_ptr` points to all factors, [B, Hkv]."""
-    if descale_ptr is None:
-        return 1.0
-    else:
-        kv_heads = problem.heads // problem.heads_per_kv
-        return gl.load(descale_ptr + tile.batch * kv_heads + tile.kv_head)

@@ -4,7 +4,8 @@
     python -m common.measure.eight --stage eight2,eight1 two.json   # two stages, the last of the track first
     python -m common.measure.eight --computed                # the errors alone, computed in PyTorch, without a GPU
 
-Inputs are bfloat16, and 8 query heads share a K/V head. An error is the RMS error over the RMS of O.
+Inputs are bfloat16, and 8 query heads share a K/V head. An error is the RMS error over the RMS of O. If the package
+nvidia-cudnn-frontend is installed, cuDNN's forward in 8 bits is measured, too. It takes tensors that are rounded already.
 """
 
 import functools
@@ -12,7 +13,7 @@ import itertools
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tabulate import tabulate
@@ -37,6 +38,12 @@ from common.measure.timing import GpuTimer
 from common.measure.workloads import HIDDEN, TOKENS
 from common.runtime import DEVICE
 
+try:
+    import cudnn  # the package nvidia-cudnn-frontend
+except ImportError:
+    cudnn = None
+
+CUDNN = "cudnn-e4m3"  # cuDNN's forward in 8 bits, among the implementations
 LENGTHS, HEAD_DIMS, GROUP = (2048, 4096, 8192, 16384, 32768), (64, 128), 8
 PRE_PASS = "pre-pass"  # its entry among the times: the kernel that rounds K and V
 CHECKED = 128  # the last queries of a head, whose error is measured
@@ -176,6 +183,50 @@ def error_of(attention, q, k, v, causal: bool) -> tuple[float, float]:
     return relative(out, exact), (out.double().mean() / exact.mean() - 1).item()
 
 
+def cudnn_calls(q: Tensor, k: Tensor, v: Tensor, causal: bool, largest_out: float) -> tuple[Callable, Callable]:
+    """Return a function that runs cuDNN's forward in 8 bits, and a function that returns the O of its last run in float32.
+
+    cuDNN takes e4m3, one factor for each tensor, and writes O in e4m3, too. Rounding is not part of the first function.
+    """
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    kinds = cudnn.data_type
+    graph = cudnn.pygraph(intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle)
+
+    def declared(tensor: Tensor, kind):
+        return graph.tensor(dim=list(tensor.shape), stride=list(tensor.stride()), data_type=kind)
+
+    def factor(value: float):
+        return torch.full((1, 1, 1, 1), value, device="cuda")
+
+    largest = [each.abs().max().item() for each in (q, k, v)]
+    rounded = [(each.float() * (E4M3_MAX / top)).to(torch.float8_e4m3fn) for each, top in zip((q, k, v), largest, strict=True)]
+    out, amax_s, amax_o = torch.empty_like(rounded[0]), factor(0), factor(0)
+    factors = [factor(top / E4M3_MAX) for top in largest]
+    factors += [factor(1 / E4M3_MAX), factor(E4M3_MAX), factor(E4M3_MAX / largest_out)]  # P's two, then O's
+    nodes = [declared(each, kinds.FP8_E4M3) for each in rounded] + [declared(each, kinds.FLOAT) for each in factors]
+    results = graph.sdpa_fp8(*nodes, generate_stats=False, attn_scale=q.shape[3] ** -0.5, use_causal_mask=causal)
+    buffers = dict(zip(nodes, (*rounded, *factors), strict=True))
+    written = ((results[0], out, kinds.FP8_E4M3), (results[2], amax_s, kinds.FLOAT), (results[3], amax_o, kinds.FLOAT))
+    for node, tensor, kind in written:
+        node.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride())).set_data_type(kind)
+        buffers[node] = tensor
+    graph.build([cudnn.heur_mode.A])
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
+    return (
+        functools.partial(graph.execute, buffers, workspace, handle=handle),
+        lambda: out.float() * (largest_out / E4M3_MAX),
+    )
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Return the O of cuDNN's forward in 8 bits."""
+    largest_out = stages.load(stages.newest()).attention(q, k, v, causal=causal).abs().max().item()
+    launch, result = cudnn_calls(q, k, v, causal, largest_out)
+    launch()
+    return result()
+
+
 def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer, names: Sequence[str]) -> dict:
     """Return the record of a case: median µs of each implementation and of the first stage's pre-pass, errors, and biases.
 
@@ -190,6 +241,11 @@ def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer, names: S
         functions["flash-3"] = BASELINES["flash-3"]
     calls = {name: functools.partial(function, q, k, v, causal=causal) for name, function in functions.items()}
     known = stages.load(names[0]).forward.__globals__
+    compared = list(names)
+    if cudnn:
+        functions[CUDNN] = cudnn_attention
+        calls[CUDNN], _ = cudnn_calls(q, k, v, causal, calls[stages.newest()]().abs().max().item())
+        compared.append(CUDNN)
     calls[PRE_PASS] = functools.partial(known["quantized"], k, v, known["TILES"][head_dim].keys)
     record = {"batch": batch, "seq_len": seq_len, "heads": heads, "kv_heads": heads // GROUP, "head_dim": head_dim}
     record |= {"causal": causal, "dtype": "bfloat16", "us": {}}
@@ -202,10 +258,10 @@ def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer, names: S
             continue
         if hidden:
             record["us"][each] = round(statistics.median(times) * 1e6, 1)
-    record["error"] = {name: error_of(functions[name], q, k, v, causal)[0] for name in names}
+    record["error"] = {name: error_of(functions[name], q, k, v, causal)[0] for name in compared}
     half = [each.half() for each in (q, k, v)]
     record["error_float16"], _ = error_of(functions[stages.newest()], *half, causal)
-    record["bias"] = {name: error_of(functions[name], q, k, v + 1, causal)[1] for name in names}
+    record["bias"] = {name: error_of(functions[name], q, k, v + 1, causal)[1] for name in compared}
     return record
 
 

@@ -10,7 +10,7 @@ import torch
 
 from common.runtime import DEVICE
 
-OTHERS = ("flash-attn-3", "xformers", "flash-attn-4")  # the packages of optional baselines
+OTHERS = ("flash-attn-3", "xformers", "flash-attn-4", "nvidia-cudnn-frontend")  # the packages of optional baselines
 
 
 def _versions(packages) -> dict[str, str]:

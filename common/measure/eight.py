@@ -197,7 +197,7 @@ def cudnn_calls(q: Tensor, k: Tensor, v: Tensor, causal: bool, largest_out: floa
         return graph.tensor(dim=list(tensor.shape), stride=list(tensor.stride()), data_type=kind)
 
     def factor(value: float):
-        return torch.full((1, 1, 1, 1), value, device="cuda")
+        return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device="cuda")
 
     largest = [each.abs().max().item() for each in (q, k, v)]
     rounded = [(each.float() * (E4M3_MAX / top)).to(torch.float8_e4m3fn) for each, top in zip((q, k, v), largest, strict=True)]

@@ -6,13 +6,12 @@ from common.operator import make_attention
 from .backward import backward
 from .forward import forward
 
-__all__ = ["PAGES", "SPILLED_BYTES", "UNORDERED", "UNTRIED", "attention", "backward", "forward", "unavailable"]
+__all__ = ["PAGES", "SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.
 SPILLED_BYTES = 332
 UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
 PAGES = True  # the forward takes caches in pages
-UNTRIED = True  # no GPU has run its kernels yet, so the newest stage does not choose it
 
 attention = make_attention(__name__, forward, backward)

@@ -11,7 +11,7 @@ The kernels are in the tracks, which branch off v26. Each track has v26's kernel
 from common.kernels.hopper import require_hopper
 from stages.decode9_even_waves.forward import forward as forward_of_decode
 from stages.guess8_early_start.forward import forward as forward_of_guess
-from stages.lengths7_consumer_shares.forward import forward as forward_of_lengths
+from stages.lengths8_keys_as_rows.forward import forward as forward_of_lengths
 from stages.shortfwd7_half_in_registers.forward import forward as forward_of_shortfwd
 
 from .forward_plan import chosen_forward

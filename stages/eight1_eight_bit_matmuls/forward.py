@@ -1,5 +1,6 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -257,20 +258,22 @@ TILES = {
     64: Shape(queries=128, keys=128, kv_slots=6, q_slots=2, maxnreg=168),
     128: Shape(queries=128, keys=128, kv_slots=4, q_slots=2, maxnreg=168),
 }
-FEWEST = 2048  # queries and keys: the shorter the sequences, the more of the time goes into rounding K and V
+# By D, the fewest queries and keys for which 8 bits gain: the shorter the sequences, the more of the time goes into rounding K
+# and V. At D = 64 they gain nothing.
+FEWEST = {128: 2048}
 
 
 def eight_bits(q, k, v) -> bool:
     """Return whether `forward` computes with these tensors in 8 bits, if no input requires gradients."""
-    fits = q.shape[3] == v.shape[3] and q.shape[3] in TILES
-    return q.dtype != torch.float32 and fits and min(q.shape[2], k.shape[2]) >= FEWEST
+    fewest = FEWEST.get(q.shape[3], math.inf)
+    return q.dtype != torch.float32 and q.shape[3] == v.shape[3] and min(q.shape[2], k.shape[2]) >= fewest
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0, differentiable=False):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors.
 
     This falls back to v26 if the results are `differentiable`, because the LSE of 8 bits would bias the gradients; for short
-    sequences; for float32; and for other head dimensions than D = Dv = 64 and 128.
+    sequences; for float32; and for other head dimensions than D = Dv = 128.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.

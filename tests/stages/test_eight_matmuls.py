@@ -40,7 +40,7 @@ def eight(request, monkeypatch):
     """A stage that computes in 8 bits, here with any length."""
     if reason := stages.unavailable(request.param):
         pytest.skip(f"{request.param} {reason}")
-    set_names(monkeypatch, request.param, FEWEST=0)
+    set_names(monkeypatch, request.param, FEWEST={64: 0, 128: 0})
     return stages.load(request.param)
 
 
@@ -125,19 +125,24 @@ def test_the_error_is_that_of_plain_pytorch_in_eight_bits(eight, kind, head_dim,
     check(eight, *(each.to(dtype) for each in (q, k, v)), causal)
 
 
-@pytest.mark.parametrize("deviation", [1e-3, 0.01, 0.1, 0.3])
-def test_scores_that_hardly_differ(eight, deviation):
-    """The rule holds for O. P that is a line between powers of two may be 3.9 % too small in half of the columns, and so l."""
-    q, k, v, _ = make_inputs(130, 300, 64, torch.float32, **ONE)
-    q *= deviation / (SCALE * 8)
-    q, k, v = (each.half() for each in (q, k, v))
-    out, lse = eight.forward(q, k, v, causal=False, scale=SCALE)
-    exact, plain = (make(q, k, v, False, SCALE) for make in (truth, plain_in_eight_bits))
+def check_without_lse(stage, q, k, v, causal=False):
+    """Assert that O keeps the rule of 8 bits, and that LSE is as far off as P in half of the columns may be."""
+    shift = {"diagonal": diagonal(causal, q.shape[2], k.shape[2])}
+    out, lse = stage.forward(q, k, v, causal=bool(causal), scale=SCALE, **shift)
+    exact, plain = (make(q, k, v, bool(causal), SCALE, **shift) for make in (truth, plain_in_eight_bits))
     assert_correct({"out": out}, exact, plain, EIGHT_BIT_FACTORS)
-    if "_exp2_from_bits" in names_in(name_of(eight)):
-        torch.testing.assert_close(lse.double(), exact["lse"], rtol=0, atol=0.039 / 2)
+    if "_exp2_from_bits" in names_in(name_of(stage)):
+        rounding = (plain["lse"] - exact["lse"]).abs().max().item()
+        torch.testing.assert_close(lse.double(), exact["lse"], rtol=0, atol=0.039 / 2 + rounding)
     else:
         assert_correct({"lse": lse}, exact, plain, EIGHT_BIT_FACTORS)
+
+
+@pytest.mark.parametrize("deviation", [1e-3, 0.01, 0.1, 0.3])
+def test_scores_that_hardly_differ(eight, deviation):
+    q, k, v, _ = make_inputs(130, 300, 64, torch.float32, **ONE)
+    q *= deviation / (SCALE * 8)
+    check_without_lse(eight, *(each.half() for each in (q, k, v)))
 
 
 @pytest.mark.parametrize("deviation", [1e-3, 0.01, 0.1, 0.3])
@@ -220,7 +225,9 @@ LENGTHS = [(1, 1), (5, 17), (64, 128), (130, 257), (129, 383), (200, 90)]
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_any_lengths(eight, lengths, head_dim, dtype):
     for causal in (False, True, "bottom-right") if lengths[0] <= lengths[1] else (False, True):
-        check(eight, *make_inputs(*lengths, head_dim, dtype, **ONE)[:3], causal)
+        few = lengths[0] * lengths[1] < 100  # in the mean over few scores, the exponentials' errors may not vanish
+        check_one = check_without_lse if few else check
+        check_one(eight, *make_inputs(*lengths, head_dim, dtype, **ONE)[:3], causal)
 
 
 def test_heads_that_share_keys_in_a_batch(eight):
@@ -467,11 +474,12 @@ def test_what_falls_back(eight, sizes):
 @pytest.mark.parametrize("name", STAGES)
 def test_short_sequences_fall_back(name):
     stage = stages.load(name)
-    shapes = [(2047, 4096), (4096, 2047), (2048, 2048)]
+    shapes = [(2047, 4096, 128), (4096, 2047, 128), (2048, 2048, 128), (4096, 4096, 64)]
     tensors = [
-        [torch.empty(1, 1, rows, 64, dtype=HALF, device="meta") for rows in (seq_q, seq_k, seq_k)] for seq_q, seq_k in shapes
+        [torch.empty(1, 1, rows, head_dim, dtype=HALF, device="meta") for rows in (seq_q, seq_k, seq_k)]
+        for seq_q, seq_k, head_dim in shapes
     ]
-    assert [stage.eight_bits(*each) for each in tensors] == [False, False, True]
+    assert [stage.eight_bits(*each) for each in tensors] == [False, False, True, False]
 
 
 def test_the_newest_stage_never_chooses_8_bits():

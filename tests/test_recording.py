@@ -515,14 +515,15 @@ def test_calls_that_are_differentiable_are_of_another_kind(stage):
         """
 stage = stages.load(sys.argv[1])
 forward = entry(stage.forward)
-tensors = problem(seq_q=2048, seq_k=2100, head_dim=64, value_dim=64)
+tensors = problem(seq_q=2048, seq_k=2100, head_dim=128, value_dim=128)
 for call in range(6):
     for options in ({}, {"differentiable": False}, {"differentiable": True}):
         expected = launched(stage.forward, *tensors, **OPTIONS, **options)
         assert launched(forward, *tensors, **OPTIONS, **options) == expected
         assert repeated() == (call >= 2)
         names = [launch.binary.name for launch in launches]
-        assert names == ["_quantize_kernel"] * (not options.get("differentiable")) + ["_forward_kernel"]
+        assert set(names) - {"_quantize_kernel"} == {"_forward_kernel"}
+        assert names.count("_quantize_kernel") == (not options.get("differentiable"))
 """,
         stage,
     )

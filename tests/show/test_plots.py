@@ -38,3 +38,15 @@ def test_evolution_shows_the_run_with_the_most_stages(tmp_path, monkeypatch):
         assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([100 / 2])
     assert sorted(legend) == ["cuDNN", "stages"]
     assert "commit new" in figure.get_suptitle() and "few" not in figure.get_suptitle()
+
+
+def test_biases_are_those_without_a_mask(tmp_path, monkeypatch):
+    def record(seq_len, causal, **biases):
+        return {"seq_len": seq_len, "causal": causal, "head_dim": 128, "bias": biases}
+
+    measured = [record(2048, False, v1=0.5, other=-0.25), record(4096, True, v1=1), record(4096, False, v1=0.25, other=0.125)]
+    machine = run_of("new", "2026-01-02", records(V1, 1.0)).machine
+    found = {"records": [*measured, measured[0] | {"head_dim": 64}], "machine_info": machine}
+    figure, legend = drawn(monkeypatch, plots.draw_biases, found, tmp_path)
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[50, 25], [-25, 12.5]]
+    assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[2048, 4096]] * 2 and sorted(legend) == ["other", "v1"]

@@ -300,9 +300,43 @@ def test_only_tiles_that_fail_are_computed_again(guessing):
 
 def test_wide_scores_are_not_guessed(guessing):
     stage, failed = guessing
-    q, k, v = narrow(seq_q=256)  # rows behind the last query would look like narrow scores
+    q, k, v = narrow()
     check_guess(stage, 4 * q, k, v)
     assert failed == [[0, 0]]
+
+
+def with_a_moderate_sink(q, k, v):
+    k[201, 0] = 5 / (4 * SCALE)
+    v[:] = 1
+
+
+def with_lower_keys(q, k, v):
+    k[:-128, 0] = -7 / (4 * SCALE)
+    v += 1
+
+
+def with_large_values_below(q, k, v):
+    k[256:384, 0] = -7 / (4 * SCALE)
+    v[256:384] *= 3000
+
+
+@pytest.mark.parametrize("change, seq_q, seq_k, deviation, ratio", [
+    (with_a_moderate_sink, 64, 2048, 0.6, 1.6), (with_lower_keys, 64, 4096, 0.7, 3.1),
+    (with_large_values_below, 128, 700, 0.3, 13),
+])  # fmt: skip
+def test_a_guess_breaks_the_rule(guessing, change, seq_q, seq_k, deviation, ratio):
+    """Inputs whose errors the stage's limits name: no check sees them."""
+    stage, failed = guessing
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(rows, 64, generator=generator) for rows in (seq_q, seq_k, seq_k))
+    q *= deviation / (SCALE * 8)
+    q[:, 0], k[:, 0] = 4, 0
+    change(q, k, v)
+    tensors = [each.half().to(DEVICE)[None, None] for each in (q, k, v)]
+    out, _ = stage.forward(*tensors, causal=False, scale=SCALE)
+    exact, plain = (make(*tensors, False, SCALE)["out"].double() for make in (truth, plain_in_eight_bits))
+    found, usual = ((each.double() - exact).square().mean().sqrt() for each in (out, plain))
+    assert not any(failed[0]) and 0.9 * ratio < found / (EIGHT_BIT_FACTORS["rms"] * usual) < 1.1 * ratio
 
 
 def test_heads_that_share_keys_in_a_batch(eight):

@@ -1,4 +1,4 @@
-"""The maximum is guessed where a row's first scores lie close together."""
+"""A dead end: the maximum is guessed where first scores lie close together."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

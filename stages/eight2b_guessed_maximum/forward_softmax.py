@@ -10,7 +10,7 @@ from common.kernels.hopper import LOG2_E, ROWS, matrix, per_row, signal, wait_fu
 LARGEST = gl.constexpr(448.0)  # the largest number of e4m3
 P_SHIFT = gl.constexpr(8.807354922)  # log2(448): a row's largest P is 448
 ROOM = gl.constexpr(8.0)  # log2 of how far P may exceed the first keys' largest P, which is 448 / 2^8 = 1.75
-SPREAD = gl.constexpr(6.5)  # log2: if the first scores' maxima lie further above their means, the maximum runs
+SPREAD = gl.constexpr(7.5)  # log2: if a row's largest first score lies further above their mean, the maximum runs
 # `_exp2_from_bits` needs scores less than 120 above m, or its bits start again at 0. More cannot be seen in P.
 FURTHEST = gl.constexpr(100.0)
 # `l_capped` counts a thread's share of a key tile, 32 keys, as CAP at most. If l is LIMIT times as large, few keys dominate.
@@ -50,7 +50,7 @@ def _quantize(q, q8, scale):
     q8.store(_to_e4m3(q))
     fence_async_shared()  # wgmma reads through the async proxy
     factor = largest * (1.0 / LARGEST) * (scale * LOG2_E)
-    return factor, factor * gl.exp2(0.5 * gl.log2(gl.sum(q * q, 1)))
+    return factor, factor * gl.exp2(0.5 * gl.log2(gl.sum(q * q, 1))) * (17 / 16)  # e4m3 rounds up by at most a 16th
 
 
 @gluon.jit
@@ -234,7 +234,6 @@ def _accumulate(
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     else:
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
-        mean = gl.sum(s, 1) * factor / BLOCK_N  # also of masked keys: it decides only how the softmax is computed
     signal(ring.empty, fill)  # the first slot has no V
     # The tile visited first has code of its own, because m and l start from it. Here that is the last key tile, the only one
     # with a mask. So all other tiles share one loop, without a mask, in which a step can leave work to the next step.
@@ -252,7 +251,9 @@ def _accumulate(
         first_factor, _ = _factors(scales, 0, q_factor)
         m_first = gl.convert_layout(gl.max(s_first, 1), of_rows) * first_factor
         guess = gl.where(tiles > 1, gl.maximum(m, m_first), m)
-        if gl.sum(guess - mean, 0) < ROWS * SPREAD:  # false for NaN
+        seen = s > float("-inf")
+        mean = gl.sum(gl.where(seen, s, 0.0), 1) * factor / gl.sum(gl.where(seen, 1.0, 0.0), 1)
+        if gl.max(guess - mean, 0) < SPREAD:
             p, acc, rescale, m, l, unit, fails = _loop(
                 s, factor, unit, q, q_factor, reach, scales, ring, fill, tiles, guess + ROOM, VALUE_DIM, GUESS=True
             )  # fmt: skip

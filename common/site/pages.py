@@ -102,13 +102,14 @@ class Site:
                 "version": stages.version(name), "idea": Markup(self._texts.inline(words, ROOT / "README.md")), "lines": lines,
                 "passes": numbers, "dead_end": stages.is_dead_end(name), "track": stages.track(name),
             })  # fmt: skip
-        spec = charts.speed_spec(charts.speeds())
+        speeds = charts.speeds()
+        spec, left_out = charts.speed_spec(speeds), charts.left_out(speeds, STEPS)
         titles = [(page_of(path), path.read_text().partition("\n")[0].lstrip("# ")) for path in LISTED]
         self._write(
             "index.html", "index.html", title="How attention got fast", cards=cards, spec=vl_convert.vegalite_to_vega(spec),
             chart=Markup(vl_convert.vegalite_to_svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(STEPS[0]),
             measured="; ".join(origins(runs())), documents=titles, tracks=known(), pass_names=PASS_NAMES,
-            legend=LEGEND.values(), tree=tree.nodes(),
+            legend=LEGEND.values(), tree=tree.nodes(), left_out=left_out, left_out_first=left_out[" ".join(SELECTED.values())],
         )  # fmt: skip
 
     def document(self, path: Path):

@@ -74,7 +74,7 @@ def test_a_choice_changes_the_chart_and_the_address(page):
     before = bars()
     page.select_option("#choices select[name=pass]", "bwd")
     after = bars()
-    assert len(before) > 30 < len(after) and after != before and "pass=bwd" in page.url
+    assert len(before) > 20 < len(after) and after != before and "pass=bwd" in page.url
     page.reload()
     assert bars() == after and page.input_value("#choices select[name=pass]") == "bwd"
 

@@ -1,6 +1,7 @@
 """The site's pages have the right content and links. These tests need no browser."""
 
 import html
+import itertools
 import re
 
 import pytest
@@ -134,12 +135,41 @@ def test_cards_show_the_gain_on_the_stage_s_own_workloads(site):
         assert all(str(gain) in card for gain, _ in found.values() if gain)
 
 
-def test_the_chart_has_every_implementation_and_says_where_it_is_from():
+def shown(rows, work):
+    """Return the implementations that have a bar for pass, D, mask and S."""
+    return {row["impl"] for row in rows if (row["pass"], row["d"], row["causal"], row["s"]) == work}
+
+
+def test_the_chart_says_where_its_bars_are_from():
     found = charts.speeds()
-    measured = {row["impl"] for row in found}
-    of_runs = {record["impl"] for run in results.runs() for record in run.records}
-    assert of_runs & set(stages.names()) <= measured and "sdpa-cudnn" in measured
+    assert {"sdpa-cudnn", "flash-3", LAST} <= {row["impl"] for row in found}
     assert all(re.search("NVIDIA .*, commit [0-9a-f]{12}, ", row["run"]) and row["tflops"] > 0 for row in found)
+
+
+@pytest.mark.parametrize("pass_", CODE)
+@pytest.mark.parametrize("d", results.HEAD_DIMS)
+def test_the_chart_leaves_out_stages_that_a_workload_does_not_concern(pass_, d):
+    rows, same = charts.speeds(), same_as_parent(pass_)
+    sentences = charts.left_out(rows, STEPS)
+    for causal, s in itertools.product((True, False), (charts.MEAN, *results.LENGTHS)):
+        bars, words = shown(rows, (pass_, d, causal, s)), sentences[f"{pass_} {d} {'yes' if causal else 'no'} {s}"]
+        ours = [name for name in bars if stages.position(name)]
+        assert ours and not [name for name in ours if stages.parent(name) in bars and name in same]
+        assert not [name for name in ours if stages.track(name) in ("decode", "groups", "lengths", "wide")]  # other workloads
+        assert d == 64 or not [name for name in ours if stages.track(name) == "shortbwd"]  # its benchmark has D = 64
+        assert sum(map(int, re.findall(r"(\d+) stages", words))) == len(STEPS) - len(ours), words
+        assert re.search(rf"\d+ stages with their parent's {CODE[pass_]}; .* other workloads \(.*wide\)", words)
+
+
+def same_as_parent(pass_):
+    return [name for name in STEPS if stages.parent(name) and results.same_code(name, stages.parent(name), pass_)]
+
+
+def test_the_chart_leaves_out_no_stage_that_a_workload_concerns():
+    rows, same, work = charts.speeds(), same_as_parent("fwd"), Workload("fwd", 16, 16, 1024, 128, True, "float16")
+    measured = {name for run in results.runs() for name in run.names if run.times(name, [work])}
+    own = {name for name in measured & {*stages.line()} if name not in same}
+    assert len(own) > 10 and own <= shown(rows, ("fwd", 128, True, 1024))
 
 
 @pytest.mark.long

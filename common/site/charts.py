@@ -30,7 +30,7 @@ LOOK = {
     "background": None, "font": "system-ui, sans-serif",
     "axis": {"labelColor": "currentColor", "titleColor": "currentColor", "gridColor": "#8884", "domainColor": "#8888",
              "tickColor": "#8888", "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
-    "legend": {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12},
+    "legend": {"rowPadding": 6, "labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12},
     "header": {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12},
     "title": {"color": "currentColor"}, "text": {"color": "currentColor"}, "view": {"stroke": None, "continuousWidth": 700},
 }  # fmt: skip

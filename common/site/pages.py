@@ -27,7 +27,7 @@ from common.show.tracks import known
 from common.site import charts, tree
 from common.site.diffs import blocks
 from common.site.scenes import MOST_ZOOM, described, scenes
-from common.site.texts import Texts, code_page, colored, page_of
+from common.site.texts import Texts, code_page, colored, hanging, page_of
 
 HERE = Path(__file__).parent
 OUT = ROOT / "site"
@@ -80,7 +80,7 @@ class Site:
         self._texts = Texts(out)
         folder = jinja2.FileSystemLoader(HERE / "templates")
         self._templates = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
-        self._templates.globals |= {"drawn": drawn, "described": described}
+        self._templates.globals |= {"drawn": drawn, "described": described, "hanging": hanging}
         self._templates.filters["version"] = stages.version
 
     def _write(self, page: str, template: str, **values):

@@ -52,6 +52,23 @@ if (time) {
   for (const button of shows) button.addEventListener("click", draw);
 }
 
+// Above a picture, table or code that goes on to the left or right, a hint says so. The edge on that side fades.
+for (const part of all(".scroll, .field, .text table, .text pre")) {
+  const hint = document.createElement("p");
+  hint.className = "hint";
+  hint.setAttribute("aria-hidden", "true");
+  (part.closest(".lanes") ?? part).before(hint);
+  const draw = () => {
+    const left = part.scrollLeft > 1, right = part.scrollLeft + part.clientWidth < part.scrollWidth - 1;
+    part.classList.toggle("more-left", left);
+    part.classList.toggle("more-right", right);
+    hint.textContent = (left ? "← " : "") + (left || right ? "scroll" : "") + (right ? " →" : "");
+  };
+  part.addEventListener("scroll", draw);
+  const sizes = new ResizeObserver(draw);
+  for (const each of [part, ...part.children]) sizes.observe(each);
+}
+
 const zoom = document.getElementById("zoom");
 if (zoom) {
   const draw = () => zoom.closest("section").style.setProperty("--zoom", zoom.value);

@@ -1,6 +1,7 @@
 """The site's pages load in Chromium. Their controls change the pictures. Readers with impaired vision can read them."""
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -45,9 +46,74 @@ def visible(page, selector):
 
 def test_pages_open_and_fit_a_phone(page):
     page.set_viewport_size({"width": 380, "height": 800})
-    for name in ("index", "glossary", "measuring", "results", "v3", VERSION):
+    for name in ("index", "glossary", "measuring", "results", "v3", VERSION, "code-common-operator.py"):
         page.goto(f"{name}.html")
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, name
+    assert len(visible(page, ".code .line")) > 300  # of the page of code, which is the last
+    assert page.evaluate("[...document.querySelectorAll('pre')].every(each => each.scrollWidth <= each.clientWidth)")
+
+
+WIDE = ".scroll, .field, .text table, .text pre"
+
+
+@pytest.mark.parametrize("width", [380, 1200])
+def test_what_goes_on_beyond_its_edge_says_so(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    wide = []
+    for name in ("index", "measuring", VERSION):
+        page.goto(f"{name}.html")
+        page.wait_for_timeout(200)
+        for part in visible(page, WIDE):
+            goes_on = part.evaluate("each => each.scrollWidth - each.clientWidth - each.scrollLeft > 1")
+            hint = part.evaluate("each => (each.closest('.lanes') ?? each).previousElementSibling.textContent")
+            faded = part.evaluate("each => getComputedStyle(each).maskImage") != "none"
+            assert ("→" in hint, faded) == (goes_on, bool(hint)), (name, hint)
+            wide += [part] if goes_on and "←" not in hint else []
+        if name == "measuring":
+            wide[-1].evaluate("each => { each.scrollLeft = each.scrollWidth; }")
+            page.wait_for_timeout(100)
+            assert wide[-1].evaluate("each => each.previousElementSibling.textContent") == "← scroll"
+    assert wide
+
+
+BOXES = """([texts, points]) => [texts, points].map(chosen => [...document.querySelectorAll(chosen)].filter(each =>
+    each.tagName != "text" || each.textContent).map(each => { const box = each.getBoundingClientRect();
+    return [each.textContent || each.tagName, box.left, box.top, box.right, box.bottom]; }))"""
+
+
+def overlap(a, b):
+    """Whether two boxes have more than half a pixel in common, in both directions. A horizontal line has no height."""
+    return min(a[3], b[3]) - max(a[1], b[1]) > 0.5 and min(a[4], b[4] + 1) - max(a[2], b[2] - 1) > 0.5
+
+
+@pytest.mark.parametrize("width", [380, 1200])
+def test_labels_cover_no_points_and_no_labels(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto("index.html")
+    for pass_, s in (("fwd", "mean"), ("bwd", "1024"), ("fwd", "512")):
+        page.select_option("#choices select[name=pass]", pass_)
+        page.select_option("#choices select[name=s]", s)
+        page.wait_for_timeout(300)
+        for chosen in (("#chart svg text", "#chart svg .mark-rule line"), ("#tree text", "#tree circle")):
+            texts, points = page.evaluate(BOXES, chosen)
+            assert len(texts) > 10 < len(points) + 10
+            pairs = [*itertools.combinations(texts, 2), *itertools.product(texts, points)]
+            assert not [(a[0], b[0]) for a, b in pairs if overlap(a, b)], (pass_, s)
+        left, right = page.evaluate(
+            "(({left, right}) => [left, right])(document.querySelector('#chart svg').getBoundingClientRect())"
+        )
+        texts, _ = page.evaluate(BOXES, ("#chart svg text", "none"))
+        assert all(left <= text[1] and text[3] <= right for text in texts)
+
+
+def test_a_line_under_the_chart_says_what_is_left_out(page):
+    page.goto("index.html")
+    page.wait_for_selector("#chart svg.marks")
+    page.wait_for_timeout(200)
+    before = page.inner_text("#left-out")
+    assert re.match(r"Left out: \d+ stages with their parent's forward; \d+ stages of tracks for other workloads", before)
+    page.select_option("#choices select[name=pass]", "bwd")
+    assert "their parent's backward" in page.inner_text("#left-out")
 
 
 @pytest.mark.long

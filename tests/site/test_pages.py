@@ -99,6 +99,33 @@ def test_a_panel_has_all_bytes_of_the_trace_to_scale():
     assert drawn([mark], 100.0) == path
 
 
+def test_pictures_of_a_shared_counter_show_who_takes_a_tile_and_who_is_idle():
+    """Both stages compute the same tiles. With fixed tiles, an SM is idle for half of the time; with the counter, none is."""
+    (scene,) = scenes.scenes(stages.resolve("v25_shared_counter"))
+    fixed, counter = scene.shares
+    tiles = [
+        {lane: [mark.words.partition(":")[0] for mark in marks] for lane, marks in panel.lanes.items()}
+        for panel in (fixed, counter)
+    ]
+    assert sorted(itertools.chain(*tiles[0].values())) == sorted(itertools.chain(*tiles[1].values()))
+    assert tiles[0] != tiles[1] and len(tiles[0]) == 4 and all(len(taken) == 2 for lanes in tiles for taken in lanes.values())
+    assert min(fixed.busy.values()) < 0.6 and min(counter.busy.values()) > 0.95
+    assert counter.end < 0.8 * fixed.end
+    colors = [
+        {mark.words.partition(":")[0]: mark.color for marks in panel.lanes.values() for mark in marks} for panel in scene.shares
+    ]
+    assert colors[0] == colors[1]
+
+
+def test_a_long_line_of_code_wraps_behind_its_indentation():
+    assert texts.hanging("    ") == "--hang: 8ch" and texts.hanging(" " * 40) == f"--hang: {texts.DEEP}ch"
+    shown = texts.colored('def f():\n    """a\n\n    b"""\n    return 1\n', "python")
+    assert re.findall(r'<span class="line" style="--hang: (\d+)ch">', shown) == ["4", "8", "4", "8", "8"]
+    assert html.unescape(re.sub("<.*?>", "", shown)).strip() == 'def f():\n    """a\n\n    b"""\n    return 1'
+    ((_, (row,)),) = blocks("        old = 1\n", "  new = 1\n")
+    assert (len(row.old.spaces), len(row.new.spaces)) == (8, 2)
+
+
 def test_a_page_begins_with_what_the_step_changes(site):
     """If parent and stage move the same bytes, the SM's timeline comes before the accesses."""
     text = {name: (site / f"{name}.html").read_text() for name in ("v3", VERSION)}

@@ -96,12 +96,11 @@ def test_labels_cover_no_points_and_no_labels(page, width):
         page.wait_for_timeout(300)
         for chosen in (("#chart svg text", "#chart svg .mark-rule line"), ("#tree text", "#tree circle")):
             texts, points = page.evaluate(BOXES, chosen)
-            assert len(texts) > 10 < len(points) + 10
+            assert len(texts) > 10 and points
             pairs = [*itertools.combinations(texts, 2), *itertools.product(texts, points)]
             assert not [(a[0], b[0]) for a, b in pairs if overlap(a, b)], (pass_, s)
-        left, right = page.evaluate(
-            "(({left, right}) => [left, right])(document.querySelector('#chart svg').getBoundingClientRect())"
-        )
+        picture = page.query_selector("#chart svg").bounding_box()
+        left, right = picture["x"], picture["x"] + picture["width"]
         texts, _ = page.evaluate(BOXES, ("#chart svg text", "none"))
         assert all(left <= text[1] and text[3] <= right for text in texts)
 
@@ -140,7 +139,7 @@ def test_a_choice_changes_the_chart_and_the_address(page):
     before = bars()
     page.select_option("#choices select[name=pass]", "bwd")
     after = bars()
-    assert len(before) > 20 < len(after) and after != before and "pass=bwd" in page.url
+    assert len(before) > 15 < len(after) and after != before and "pass=bwd" in page.url
     page.reload()
     assert bars() == after and page.input_value("#choices select[name=pass]") == "bwd"
 

@@ -103,18 +103,14 @@ def test_pictures_of_a_shared_counter_show_who_takes_a_tile_and_who_is_idle():
     """Both stages compute the same tiles. With fixed tiles, an SM is idle for half of the time; with the counter, none is."""
     (scene,) = scenes.scenes(stages.resolve("v25_shared_counter"))
     fixed, counter = scene.shares
-    tiles = [
-        {lane: [mark.words.partition(":")[0] for mark in marks] for lane, marks in panel.lanes.items()}
-        for panel in (fixed, counter)
-    ]
-    assert sorted(itertools.chain(*tiles[0].values())) == sorted(itertools.chain(*tiles[1].values()))
-    assert tiles[0] != tiles[1] and len(tiles[0]) == 4 and all(len(taken) == 2 for lanes in tiles for taken in lanes.values())
+    taken, colors = [], []  # of each stage: lane -> tiles; tile -> color
+    for panel in scene.shares:
+        taken.append({lane: [mark.words.partition(":")[0] for mark in marks] for lane, marks in panel.lanes.items()})
+        colors.append({mark.words.partition(":")[0]: mark.color for marks in panel.lanes.values() for mark in marks})
+    assert len(taken[0]) == 4 and all(len(tiles) == 2 for lanes in taken for tiles in lanes.values())
+    assert taken[0] != taken[1] and colors[0] == colors[1] and len(colors[0]) == 8
     assert min(fixed.busy.values()) < 0.6 and min(counter.busy.values()) > 0.95
     assert counter.end < 0.8 * fixed.end
-    colors = [
-        {mark.words.partition(":")[0]: mark.color for marks in panel.lanes.values() for mark in marks} for panel in scene.shares
-    ]
-    assert colors[0] == colors[1]
 
 
 def test_a_long_line_of_code_wraps_behind_its_indentation():
@@ -122,7 +118,7 @@ def test_a_long_line_of_code_wraps_behind_its_indentation():
     shown = texts.colored('def f():\n    """a\n\n    b"""\n    return 1\n', "python")
     assert re.findall(r'<span class="line" style="--hang: (\d+)ch">', shown) == ["4", "8", "4", "8", "8"]
     assert html.unescape(re.sub("<.*?>", "", shown)).strip() == 'def f():\n    """a\n\n    b"""\n    return 1'
-    ((_, (row,)),) = blocks("        old = 1\n", "  new = 1\n")
+    ((_, (_, row)),) = blocks("if a:\n        b = 1\n", "if a:\n  b = 1\n")
     assert (len(row.old.spaces), len(row.new.spaces)) == (8, 2)
 
 

@@ -65,6 +65,7 @@ for (const part of all(".scroll, .field, .text table, .text pre")) {
     hint.textContent = (left ? "← " : "") + (left || right ? "scroll" : "") + (right ? " →" : "");
   };
   part.addEventListener("scroll", draw);
+  addEventListener("drawn", draw);
   const sizes = new ResizeObserver(draw);
   for (const each of [part, ...part.children]) sizes.observe(each);
 }

@@ -23,7 +23,7 @@ vegaEmbed("#chart", spec, { mode: "vega", renderer: "svg", actions: false, toolt
     const key = [...choices.elements].map((select) => select.value).join(" ");
     document.getElementById("left-out").textContent = leftOuts[key];
     for (const select of choices.elements) view.signal(select.name, (numbers[select.name] ?? String)(select.value));
-    view.runAsync();
+    view.runAsync().then(() => dispatchEvent(new Event("drawn")));
   };
   choices.onchange = (event) => { keep(event.target.name, event.target.value); choose(); };
   choose();

@@ -12,8 +12,8 @@ from common.show.results import bytes_in_words, passes
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark, Panel, accesses
 
-# The workload of most scenes, on a GPU with one SM. Other values are in the table `[scene]` of a track's benchmark.toml, and in a
-# stage's scene.toml. `lengths` are those of a batch's sequences, instead of `seq_len`. With `at_once`, SMs work at the same
+# The workload of most scenes, on a GPU with one SM. Other values are in the table `[scene]` of a track's benchmark.toml, and in
+# a stage's scene.toml. `lengths` are those of a batch's sequences, instead of `seq_len`. With `at_once`, SMs work at the same
 # time; else CTAs run one after the other.
 USUAL = {"heads": 1, "seq_len": 1024, "head_dim": 64, "causal": True, "sms": 1, "lengths": [], "at_once": False}
 WORDS = {  # lane -> the words of its tooltip

@@ -87,6 +87,17 @@ def overlap(a, b):
 
 
 @pytest.mark.parametrize("width", [380, 1200])
+def test_numbers_of_a_time_axis_do_not_overlap(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(f"{VERSION}.html")
+    for zoom in ("1", "3", "24", "1"):
+        page.fill("#zoom", zoom)
+        ticks = page.query_selector(".ticks").query_selector_all("span")
+        boxes = [tick.bounding_box() for tick in ticks if tick.is_visible()]
+        assert len(boxes) > 2 and all(a["x"] + a["width"] < b["x"] for a, b in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("width", [380, 1200])
 def test_labels_cover_no_points_and_no_labels(page, width):
     page.set_viewport_size({"width": width, "height": 800})
     page.goto("index.html")

@@ -45,7 +45,12 @@ def visible(page, selector):
 
 
 def test_pages_open_and_fit_a_phone(page):
+    """A long path in a heading breaks, and a long line of an algorithm scrolls in its block. The page does not scroll."""
     page.set_viewport_size({"width": 380, "height": 800})
+    page.goto("v3.html")
+    for where, what in (("h1", "path_" * 30), (".two section", f"<pre>{'long ' * 30}</pre>")):
+        page.eval_on_selector(where, "(each, what) => { each.innerHTML += what; }", what)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380, where
     for name in ("index", "glossary", "measuring", "results", "v3", VERSION, "code-common-operator.py"):
         page.goto(f"{name}.html")
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, name

@@ -144,7 +144,10 @@ def test_links_follow_the_tree(site):
     assert [node.version for node in nodes if node.kind == "trunk"] == [*map(stages.version, stages.line())]
     assert {node.version for node in nodes} == {stages.version(name) for name in STEPS}
     assert len({(node.x, node.y) for node in nodes}) == len(nodes)
+    labels = [(node.x, node.y + 10, node.y + 18) for node in nodes if node.kind != "dead"]  # the middles of labels
     for node in nodes[1:]:
+        x, start, end = map(int, re.fullmatch(r"M(\d+) (-?\d+)V(-?\d+)H\d+", node.edge).groups())
+        assert not [label for label in labels if label[0] == x and min(start, end) < label[2] and max(start, end) > label[1]]
         parent = next(each for each in nodes if (each.x, each.y) == node.parent)
         assert parent.version == stages.version(stages.parent(stages.resolve(node.version)))
 

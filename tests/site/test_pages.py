@@ -129,7 +129,7 @@ def test_a_page_begins_with_what_the_step_changes(site):
     titles = {name: re.findall(r'<h2 id="(\w+)"', page) for name, page in text.items()}
     for lines in result(stages.resolve("v2"), stages.resolve("v3")).values():
         assert all(line in words["v3"].partition("Problem")[0] for line in lines)
-    wanted = ["trace", "gain", "moves", "diff"]
+    wanted = ["trace", "gain", "moves", "diff", "derivation"]  # links lead to a step's derivation
     assert [title for title in titles["v3"] if title in wanted] == wanted
     assert titles[VERSION].index("units") < titles[VERSION].index("trace") and "Backward: same code." in words[VERSION]
     assert re.findall(r'<a rel="(?:prev|next)" href="(\w+).html"', text["v3"]) == ["v2", "v4"]

@@ -175,6 +175,7 @@ _divided = functools.partial(torch.div, rounding_mode="trunc")
 _OPERATORS = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": _divided,
     "mod": torch.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift,
+    "rshift": operator.rshift,
 }  # fmt: skip
 _DIVISIONS = {operator.truediv, _divided, torch.fmod}
 _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}

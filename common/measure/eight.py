@@ -2,6 +2,7 @@
 
     python -m common.measure.eight results/eight-matmuls-h100.json   # on a Hopper GPU, about a minute for each stage
     python -m common.measure.eight --stage eight2,eight1 two.json   # two stages, the last of the track first
+    python -m common.measure.eight --inputs "wide scores,late sink" wide.json
     python -m common.measure.eight --computed                # the errors alone, computed in PyTorch, without a GPU
 
 Inputs are bfloat16, and 8 query heads share a K/V head. An error is the RMS error over the RMS of O. If the package
@@ -23,7 +24,7 @@ import stages
 from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES, refusal
-from common.measure.options import add_list, command, json_path, write_json
+from common.measure.options import add_list, command, json_path, list_of, one_of, write_json
 from common.measure.progress import Progress
 from common.measure.reference import (
     E4M3_MAX,
@@ -112,6 +113,12 @@ def with_sink(q, k, v):
     k[:, :, 0] = 4.0
 
 
+def with_late_sink(q, k, v):
+    """Give a key in the middle most of the attention."""
+    q += 0.5
+    k[:, :, k.shape[2] // 2] = 4.0
+
+
 def with_wide_scores(q, k, v):
     """Let the scores have a standard deviation of 4."""
     q *= 4
@@ -119,7 +126,8 @@ def with_wide_scores(q, k, v):
 
 INPUTS = {
     "normal": lambda q, k, v: None, "outlier channels": with_outliers, "Q's outliers among K's": with_shared_outliers,
-    "V of mean 1": with_mean, "V drifts": with_drift, "sink": with_sink, "wide scores": with_wide_scores,
+    "V of mean 1": with_mean, "V drifts": with_drift, "sink": with_sink, "late sink": with_late_sink,
+    "wide scores": with_wide_scores,
 }  # fmt: skip
 
 
@@ -227,15 +235,16 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return result()
 
 
-def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer, names: Sequence[str]) -> dict:
+def measure(seq_len: int, head_dim: int, causal: bool, kind: str, timer: GpuTimer, names: Sequence[str]) -> dict:
     """Return the record of a case: median µs of each implementation and of the first stage's pre-pass, errors, and biases.
 
-    `names` are those of stages that compute in 8 bits.
+    `kind` is one of INPUTS. `names` are those of stages that compute in 8 bits.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     batch, heads = max(1, TOKENS // seq_len), HIDDEN // head_dim
     shapes = [(batch, number, seq_len, head_dim) for number in (heads, heads // GROUP, heads // GROUP)]
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    INPUTS[kind](q, k, v)
     functions = {name: stages.load(name).attention for name in (*names, stages.newest())}
     if "flash-3" in BASELINES:
         functions["flash-3"] = BASELINES["flash-3"]
@@ -248,7 +257,7 @@ def measure(seq_len: int, head_dim: int, causal: bool, timer: GpuTimer, names: S
         compared.append(CUDNN)
     calls[PRE_PASS] = functools.partial(known["quantized"], k, v, known["TILES"][head_dim].keys)
     record = {"batch": batch, "seq_len": seq_len, "heads": heads, "kv_heads": heads // GROUP, "head_dim": head_dim}
-    record |= {"causal": causal, "dtype": "bfloat16", "us": {}}
+    record |= {"inputs": kind, "causal": causal, "dtype": "bfloat16", "us": {}}
     for each, call in calls.items():
         try:
             times, hidden = timer.measure(call)
@@ -275,14 +284,21 @@ def table(records: list[dict]) -> str:
         pairs = record["batch"] * record["heads"] * record["seq_len"] ** 2 / (2 if record["causal"] else 1)
         ours = us.get(name)
         mask = "causal" if record["causal"] else "full"
-        row = [record["seq_len"], record["head_dim"], mask, us.get(name, "-"), us.get(PRE_PASS, "-")]
+        row = [
+            record.get("inputs", "normal"),
+            record["seq_len"],
+            record["head_dim"],
+            mask,
+            us.get(name, "-"),
+            us.get(PRE_PASS, "-"),
+        ]
         row.append(f"{4 * pairs * record['head_dim'] / ours / 1e6:.0f}" if ours else "-")
         row += [f"{us[each] / ours:.2f}" if ours and each in us else "-" for each in others]
         for each in names:
             error = record["error"][each]
             row += [f"{error:.4f}", f"{error / record['error_float16']:.0f}", f"{100 * record['bias'][each]:.2f} %"]
         rows.append(row)
-    headers = ["S", "D", "mask", f"{name}, µs", f"{PRE_PASS}, µs", "TFLOP/s", *(f"× {each}" for each in others)]
+    headers = ["inputs", "S", "D", "mask", f"{name}, µs", f"{PRE_PASS}, µs", "TFLOP/s", *(f"× {each}" for each in others)]
     headers += [header for each in names for header in (f"error, {each}", "× float16", "bias, V of mean 1")]
     return tabulate(rows, headers, disable_numparse=True)
 
@@ -292,6 +308,9 @@ def main(argv: list[str]):
     parser = command("common.measure.eight", __doc__)
     parser.add_argument("file", type=json_path, nargs="?", help="the JSON file to write")
     add_list(parser, "--stage", eight_bit_stages()[-1])
+    parser.add_argument(
+        "--inputs", type=list_of(one_of(INPUTS.keys())), default="normal", metavar="LIST", help=", ".join(INPUTS)
+    )
     parser.add_argument("--computed", action="store_true", help="print errors that PyTorch computes, and measure nothing")
     options = parser.parse_args(argv)
     if options.computed:
@@ -302,12 +321,12 @@ def main(argv: list[str]):
         parser.error(f"{', '.join(sorted(others))}: not in 8 bits")
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.eight {reason}")
-    cases = list(itertools.product(LENGTHS, HEAD_DIMS, (False, True)))
+    cases = list(itertools.product(options.inputs, LENGTHS, HEAD_DIMS, (False, True)))
     facts, timer, records = machine.facts(), GpuTimer(), []
     with Progress(len(cases)) as bar:
-        for number, (seq_len, head_dim, causal) in enumerate(cases, start=1):
-            bar.begin(f"{number} of {len(cases)}, {seq_len} tokens, D={head_dim}")
-            records.append(measure(seq_len, head_dim, causal, timer, options.stage))
+        for number, (kind, seq_len, head_dim, causal) in enumerate(cases, start=1):
+            bar.begin(f"{number} of {len(cases)}, {kind}, {seq_len} tokens, D={head_dim}")
+            records.append(measure(seq_len, head_dim, causal, kind, timer, options.stage))
             write_json(options.file, {"machine_info": facts, "records": records})
             bar.update(1)
     print(table(records))

@@ -21,7 +21,7 @@ BARS = "#f4a582"
 LOW = 0.15  # a bar lower than this share of the highest bar has no room for its number
 
 
-def _save(figure, path: Path, title: str, note: str):
+def _save(figure, path: Path, title: str, note: str | None = None):
     """Write a figure with a title in small letters. Below all axes are a note and one legend."""
     shown = {}
     for axes in figure.axes:
@@ -76,9 +76,28 @@ def draw_evolution(found: list[results.Run], directory: Path):
     _save(figure, directory / "evolution.png", title, left_out)
 
 
+def draw_biases(measured: dict, directory: Path):
+    """Plot the mean error of O for V of mean 1 by the number of keys, of what a file of `common.measure.eight` measured at the
+    largest head dimension without a mask."""
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    head_dim = max(results.HEAD_DIMS)
+    records = [record for record in measured["records"] if record["head_dim"] == head_dim and not record["causal"]]
+    for name, look in zip(records[0]["bias"], STYLES, strict=False):
+        keys, percent = zip(*((record["seq_len"], 100 * record["bias"][name]) for record in records), strict=True)
+        axes.plot(keys, percent, marker="o", markersize=3, label=results.spoken(name), **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(keys, keys)
+    axes.set_xlabel("keys")
+    axes.set_ylabel("mean error of O, %")
+    axes.spines[["top", "right"]].set_visible(False)
+    title = f"{results.origin(measured['machine_info'])}\nV of mean 1, D={head_dim}, no mask"
+    _save(figure, directory / "eight-biases.png", title)
+
+
 def draw_all(directory: Path):
     """Draw all plots of results/ into a directory."""
     draw_evolution(results.runs(), directory)
+    draw_biases(results.read(results.ROOT / "results" / "eight-matmuls-h100.json"), directory)
 
 
 if __name__ == "__main__":

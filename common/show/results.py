@@ -33,7 +33,8 @@ LEGEND = {
     CHANGED: f"{CHANGED}: the code of the stage or its parent has changed since the run.",
 }
 SPOKEN = {
-    "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "flash-3": "FlashAttention-3", "flash-4": "FlashAttention-4"
+    "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "flash-3": "FlashAttention-3", "flash-4": "FlashAttention-4",
+    "cudnn-e4m3": "cuDNN in 8 bits",
 }  # fmt: skip
 
 

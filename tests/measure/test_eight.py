@@ -80,8 +80,8 @@ def test_the_table_shows_ratios_and_what_was_not_measured():
     less = record | {"us": {"mine": 100.0}, "causal": False}
     header, _, *rows = eight.table([record, less]).splitlines()
     assert "× other" in header and "× pre-pass" not in header
-    assert rows[0].split() == ["2048", "128", "causal", "100.0", "20.0", "172", "1.50", "0.0500", "100", "-0.20", "%"]
-    assert rows[1].split()[3:7] == ["100.0", "-", "344", "-"]
+    assert rows[0].split() == ["normal", "2048", "128", "causal", "100.0", "20.0", "172", "1.50", "0.0500", "100", "-0.20", "%"]
+    assert rows[1].split()[4:8] == ["100.0", "-", "344", "-"]
 
 
 def test_the_table_shows_several_stages():
@@ -89,7 +89,7 @@ def test_the_table_shows_several_stages():
     record["error"]["parent"] = 0.04
     header, _, row = eight.table([record]).splitlines()
     assert re.findall(r"× (?!float)\w+|error, \w+", header) == ["× parent", "× other", "error, mine", "error, parent"]
-    assert row.split()[6:] == ["1.10", "1.50", "0.0500", "100", "-0.20", "%", "0.0400", "80", "-0.20", "%"]
+    assert row.split()[7:] == ["1.10", "1.50", "0.0500", "100", "-0.20", "%", "0.0400", "80", "-0.20", "%"]
 
 
 class FakeTimer:
@@ -111,8 +111,9 @@ def test_a_case_has_every_stage_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch, "Generator", lambda device: generator(DEVICE))
     monkeypatch.setattr(torch, "randn", lambda *shape, generator, device: randn(*shape, generator=generator, device=DEVICE))
     names = eight.eight_bit_stages()[-2:]
-    record = eight.measure(130, 64, True, FakeTimer(), names)
+    record = eight.measure(130, 64, True, "late sink", FakeTimer(), names)
     assert list(record["us"].items()) == [(name, n) for n, name in enumerate([*names, stages.newest(), "pre-pass"], start=1)]
+    assert record["inputs"] == "late sink"
     assert list(record["error"]) == list(record["bias"]) == names
     eight.table([record])
 

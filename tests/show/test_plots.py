@@ -65,3 +65,15 @@ def test_labels_of_evolution_cover_nothing(tmp_path, monkeypatch):
         for label, bar in zip(labels, bars, strict=False):
             inside = bar.y0 <= label.y0 and label.y1 <= bar.y1 and bar.x0 <= label.x0 and label.x1 <= bar.x1
             assert inside or not any(label.y0 <= height <= label.y1 for height in heights)
+
+
+def test_biases_are_those_without_a_mask(tmp_path, monkeypatch):
+    def record(seq_len, causal, **biases):
+        return {"seq_len": seq_len, "causal": causal, "head_dim": 128, "bias": biases}
+
+    measured = [record(2048, False, v1=0.5, other=-0.25), record(4096, True, v1=1), record(4096, False, v1=0.25, other=0.125)]
+    machine = run_of("new", "2026-01-02", records(V1, 1.0)).machine
+    found = {"records": [*measured, measured[0] | {"head_dim": 64}], "machine_info": machine}
+    figure, legend = drawn(monkeypatch, plots.draw_biases, found, tmp_path)
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[50, 25], [-25, 12.5]]
+    assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[2048, 4096]] * 2 and sorted(legend) == ["other", "v1"]

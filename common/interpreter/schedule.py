@@ -78,7 +78,7 @@ class Program:
     """One program of a launch, with its partitions, shared memory and barriers."""
 
     def __init__(self, number: int):
-        self.number = number
+        self.number, self.sm = number, 0  # in a timed launch, `sm` is the number of the SM that runs this program
         self.partitions = []  # all partitions that have begun, including ended ones
         self.memories, self.barriers = [], []
         self.frame = None  # the kernel's outermost stack frame
@@ -138,24 +138,25 @@ class Schedule:
     def run(self, programs: list[tuple[Program, Callable]], warps: int):
         """Run all programs with `warps` warps each, in an order that the seed chooses.
 
-        A timed launch runs one program after the other.
+        In a timed launch, each SM runs one program after the other.
         """
         self.programs = len(programs)
         if not self.timing and self.random.random() < 0.5:
             self.random.shuffle(programs)
         waiting = iter(programs)
 
-        def run_next():
+        def run_next(sm):
             if (pair := next(waiting, None)) and not self.error:
                 program, call = pair
                 partition = Partition(program, call, "the kernel", warps)
+                program.sm = sm
                 if self.timing:
-                    partition.clock = self.timing.end
-                self._begin(partition, run_next)
+                    partition.clock = self.timing.ends[sm]
+                self._begin(partition, lambda: run_next(sm))
 
         self._finished.acquire()
-        for _ in range(1 if self.timing else AT_ONCE):
-            run_next()
+        for sm in range(self.timing.num_sms if self.timing else AT_ONCE):
+            run_next(sm)
         self._pass_on()
         self._finished.acquire()
         if self.error:
@@ -288,6 +289,7 @@ class Schedule:
 
 
 _running = _rates = None
+_num_sms = 1
 _timings = []
 _one_at_a_time = threading.RLock()
 
@@ -297,7 +299,7 @@ def begin():
     """Enter a context for one launch. A launch by another thread waits until the context ends."""
     global _running
     with _one_at_a_time:
-        if timing := Timing(_rates):
+        if timing := Timing(_rates, _num_sms):
             _timings.append(timing)
         _running = Schedule(int(os.environ.get(VARIABLE) or next(_seeds)), timing)
         try:
@@ -307,15 +309,19 @@ def begin():
 
 
 @contextlib.contextmanager
-def timed(rates: Rates):
-    """Enter a context that times launches with `rates`. The context yields a list, to which each launch appends its timing."""
-    global _rates, _timings
+def timed(rates: Rates, num_sms: int = 1):
+    """Enter a context that times launches with `rates`. The context yields a list, to which each launch appends its timing.
+
+    Args:
+        num_sms: the number of SMs that work at the same time. Each has its own units.
+    """
+    global _rates, _timings, _num_sms
     with _one_at_a_time:
-        _rates, _timings = rates, []
+        _rates, _timings, _num_sms = rates, [], num_sms
         try:
             yield _timings
         finally:
-            _rates = None
+            _rates, _num_sms = None, 1
 
 
 def now() -> Schedule | None:

@@ -1,4 +1,4 @@
-"""Model a kernel on one SM: from given rates, compute the kernel's time and when each unit works.
+"""Model a kernel on an SM, or on a few: from given rates, compute the kernel's time and when each unit works.
 
 A unit is a part of the SM, such as the tensor cores. It serves its requests in order. A partition does one operation after the
 other, each for a whole tile. Meanwhile other partitions may use other units. The model ignores bank conflicts, misses of the L2
@@ -54,24 +54,30 @@ def busy(spans: list[Span], end: float) -> dict[str, float]:
 
 
 class Timing:
-    """The clock of a launch whose programs run one after the other. Without rates, the launch is not timed."""
+    """The clock of a launch. Each SM runs its programs one after the other. Without rates, the launch is not timed."""
 
-    def __init__(self, rates: Rates | None):
-        self.rates = rates
+    def __init__(self, rates: Rates | None, num_sms: int = 1):
+        self.rates, self.num_sms = rates, num_sms
         self.spans: list[Span] = []
         self.end = 0.0  # the cycle in which all work so far ends
-        self._free = defaultdict(float)  # the cycle from which each unit is free
+        self.ends = defaultdict(float)  # the same for each SM
+        self._free = defaultdict(float)  # the cycle from which each unit of each SM is free
 
     def __bool__(self):
         return self.rates is not None
 
     def _take(self, unit, partition, what, cycles):
         """Occupy a unit for some cycles, once its earlier requests are done. Return the cycle in which this request is done."""
-        start = max(self._free[unit], partition.clock)
-        self._free[unit] = end = start + cycles
+        sm = partition.program.sm
+        start = max(self._free[sm, unit], partition.clock)
+        self._free[sm, unit] = end = start + cycles
         self.spans.append(Span(unit, partition, what, start, end))
-        self.end = max(self.end, end)
+        self._ends(sm, end)
         return end
+
+    def _ends(self, sm, cycle):
+        self.ends[sm] = max(self.ends[sm], cycle)
+        self.end = max(self.end, cycle)
 
     def issue(self, unit: str, partition, what: str, amount: int) -> float:
         """Issue a copy or a matmul of some bytes or FLOPs. Return the cycle in which it is over."""
@@ -101,4 +107,4 @@ class Timing:
     def reach(self, partition, cycle: float):
         """Advance a partition's clock to `cycle`, unless the clock is past `cycle` already."""
         partition.clock = max(partition.clock, cycle)
-        self.end = max(self.end, partition.clock)
+        self._ends(partition.program.sm, partition.clock)

@@ -63,20 +63,23 @@ class Trace:
     starts: list[int] = field(default_factory=list)  # the first row of each sequence in a head, if lengths differ
 
 
-def trace(stage, workload: Workload, gpu: Gpu = ONE_SM, lengths: Sequence[int] = (), queries: int | None = None) -> Trace:
+def trace(
+    stage, workload: Workload, gpu: Gpu = ONE_SM, lengths: Sequence[int] = (), queries: int | None = None, at_once: bool = False
+) -> Trace:
     """Record a forward or a backward of a stage, which is any object with these functions.
 
     Args:
         gpu: determines the kernels' tiles and the number of persistent CTAs, which are timed one after another.
         lengths: if not empty, the batch has a sequence of each of these lengths, in the place of the workload's batch.
         queries: the number of queries of each sequence; None means as many as keys. With a number, the sequences are caches.
+        at_once: time the CTAs on SMs that work at the same time. So a shared counter gives the next tile to the first free CTA.
     """
     workload, starts, batch = _batch(stage, workload, lengths, queries) if lengths else (workload, [], {})
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype]):
         tracer = _Tracer({(workload.batch, workload.heads), (workload.batch, workload.kv_heads)})
         named = SimpleNamespace(**{name: tracer.naming(getattr(stage, name), names) for name, names in NAMES.items()})
         call = stage_call(named, workload, workload.inputs(), **batch)
-        with schedule.timed(measured_rates()) as tracer.timings, tracer:
+        with schedule.timed(measured_rates(), gpu.num_sms if at_once else 1) as tracer.timings, tracer:
             call()
     return replace(tracer.trace(), starts=starts)
 

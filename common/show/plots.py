@@ -18,23 +18,37 @@ STYLES = (
     {"color": "#009E73", "linestyle": (0, (6, 1, 1, 1, 1, 1))},
 )  # fmt: skip
 BARS = "#f4a582"
+LOW = 0.15  # a bar lower than this share of the highest bar has no room for its number
 
 
-def _save(figure, path: Path, title: str):
-    """Write a figure with a title in small letters, and with one legend for all axes below them."""
+def _save(figure, path: Path, title: str, note: str | None = None):
+    """Write a figure with a title in small letters. Below all axes are a note and one legend."""
     shown = {}
     for axes in figure.axes:
         shown |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=6, fontsize=9, frameon=False)
+    look = {"loc": "outside lower center", "ncols": 6, "fontsize": 9, "frameon": False}
+    figure.legend(shown.values(), shown.keys(), title=note, title_fontsize=9, **look)
     figure.suptitle(title, fontsize=8, color="0.4")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
+def _label(axes, bars):
+    """Write each bar's height into its top, where no library's line shows. A low bar has its number above."""
+    for bar in bars:
+        inside = bar.get_height() > LOW * max(each.get_height() for each in bars)
+        look = {"xytext": (0, -2), "va": "top"} if inside else {"xytext": (0, 2), "va": "bottom"}
+        place = bar.get_x() + bar.get_width() / 2, bar.get_height()
+        axes.annotate(f"{bar.get_height():.0f}", place, textcoords="offset points", ha="center", fontsize=8.5, **look)
+
+
 def draw_evolution(found: list[results.Run], directory: Path):
-    """Plot the mean TFLOP/s for the largest head dimension: bars for the trunk's stages, lines for the libraries. All bars and
-    lines of a pass are from one run: the one with the most stages, or the newest of several."""
+    """Plot the mean TFLOP/s for the largest head dimension: bars for the trunk's stages, lines for the libraries.
+
+    All bars and lines of a pass are from one run: the one with the most stages, or the newest of several. A stage with its
+    parent's code for a pass has no bar, if its parent was measured.
+    """
     figure, grid = plt.subplots(2, 1, figsize=(13, 7.5), layout="constrained", sharey=True)
     used, shown = [], stages.line()
     for axes, pass_ in zip(grid, results.CODE, strict=True):
@@ -42,12 +56,14 @@ def draw_evolution(found: list[results.Run], directory: Path):
         held = {run: [name for name in shown if run.holds(name, works)] for run in found}
         run = max(held, key=lambda run: len(held[run]))
         used.append(run)
-        line, libraries = held[run], [name for name in run.libraries if run.holds(name, works)]
+        parents = {name: stages.parent(name) for name in held[run]}
+        line = [name for name, of in parents.items() if not (of in parents and results.same_code(name, of, pass_))]
+        libraries = [name for name in run.libraries if run.holds(name, works)]
         rates = {name: run.rate(name, works) for name in (*line, *libraries)}
         axes.set_title(f"{PASS_NAMES[pass_]}, D={max(results.HEAD_DIMS)}", fontsize=11)
         bars = axes.bar([results.spoken(name) for name in line], [rates[name] for name in line], color=BARS, label="stages")
         axes.margins(x=0.01, y=0.12)
-        axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
+        _label(axes, bars)
         for name in libraries:
             look = STYLES[run.libraries.index(name) % len(STYLES)]
             axes.axhline(rates[name], linewidth=1.4, label=results.spoken(name), zorder=0, **look)
@@ -55,7 +71,9 @@ def draw_evolution(found: list[results.Run], directory: Path):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylabel("TFLOP/s")
     measured = "\n".join(results.origins(used))
-    _save(figure, directory / "evolution.png", f"{measured}\nfloat16, means over the ladder's workloads")
+    title = f"{measured}\nfloat16, means over the ladder's workloads"
+    left_out = "Left out: stages with their parent's code for the pass, so with the same speed."
+    _save(figure, directory / "evolution.png", title, left_out)
 
 
 def draw_biases(measured: dict, directory: Path):

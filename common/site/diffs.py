@@ -19,10 +19,11 @@ CONTEXT = 3  # this many equal lines stay visible before and after a change
 
 
 class Line(NamedTuple):
-    """A line of a file: its number, counted from 1, and its HTML."""
+    """A line of a file: its number, counted from 1, its HTML, and the spaces at its start."""
 
     number: int
     code: str
+    spaces: str = ""
 
 
 class Row(NamedTuple):
@@ -72,6 +73,11 @@ def _code(tokens: list[tuple], marks: str) -> str:
     return "".join(parts)
 
 
+def _line(place: int, tokens: list[tuple], marks: str) -> Line:
+    text = "".join(text for _, text in tokens)
+    return Line(place + 1, _code(tokens, marks), text[: len(text) - len(text.lstrip(" "))])
+
+
 def _compared(old: list[str], new: list[str]) -> Iterator[tuple[int | None, int | None, bool, tuple[str, str]]]:
     """Yield the places of two lines that stand side by side, whether they differ, and the marks under their characters.
 
@@ -108,7 +114,7 @@ def blocks(old: str, new: str) -> list[tuple[str, list[Row]]]:
     found = []
     for i, j, changed, marks in _compared(old.splitlines(), new.splitlines()):
         sides = zip((i, j), tokens, marks, strict=True)
-        lines = [None if place is None else Line(place + 1, _code(of[place], under)) for place, of, under in sides]
+        lines = [None if place is None else _line(place, of[place], under) for place, of, under in sides]
         found.append(Row(*lines, changed, begins[1].get(lines[1].number, "") if lines[1] else ""))
     starts = (any(line and line.number in of for line, of in zip(row, begins, strict=False)) for row in found)
     head = next((place for place, start in enumerate(starts) if start), 0)

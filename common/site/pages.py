@@ -27,7 +27,7 @@ from common.show.tracks import known
 from common.site import charts, tree
 from common.site.diffs import blocks
 from common.site.scenes import MOST_ZOOM, described, scenes
-from common.site.texts import Texts, code_page, colored, page_of
+from common.site.texts import Texts, code_page, colored, hanging, page_of
 
 HERE = Path(__file__).parent
 OUT = ROOT / "site"
@@ -80,7 +80,7 @@ class Site:
         self._texts = Texts(out)
         folder = jinja2.FileSystemLoader(HERE / "templates")
         self._templates = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
-        self._templates.globals |= {"drawn": drawn, "described": described}
+        self._templates.globals |= {"drawn": drawn, "described": described, "hanging": hanging}
         self._templates.filters["version"] = stages.version
 
     def _write(self, page: str, template: str, **values):
@@ -102,13 +102,14 @@ class Site:
                 "version": stages.version(name), "idea": Markup(self._texts.inline(words, ROOT / "README.md")), "lines": lines,
                 "passes": numbers, "dead_end": stages.is_dead_end(name), "track": stages.track(name),
             })  # fmt: skip
-        spec = charts.speed_spec(charts.speeds())
+        speeds = charts.speeds()
+        spec, left_out = charts.speed_spec(speeds), charts.left_out(speeds, STEPS)
         titles = [(page_of(path), path.read_text().partition("\n")[0].lstrip("# ")) for path in LISTED]
         self._write(
             "index.html", "index.html", title="How attention got fast", cards=cards, spec=vl_convert.vegalite_to_vega(spec),
             chart=Markup(vl_convert.vegalite_to_svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(STEPS[0]),
             measured="; ".join(origins(runs())), documents=titles, tracks=known(), pass_names=PASS_NAMES,
-            legend=LEGEND.values(), tree=tree.nodes(),
+            legend=LEGEND.values(), tree=tree.nodes(), left_out=left_out, left_out_first=left_out[" ".join(SELECTED.values())],
         )  # fmt: skip
 
     def document(self, path: Path):

@@ -1,6 +1,7 @@
 """Record what the pictures of a step show: the accesses of a stage and its parent, and the work of an SM's units."""
 
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass, field, replace
 
 import stages
 from common.interpreter.timing import UNITS, busy
@@ -11,9 +12,10 @@ from common.show.results import bytes_in_words, passes
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS, Mark, Panel, accesses
 
-# The workload of most scenes, on a GPU with one SM. The table `[scene]` of a track's benchmark.toml has other values. Its
-# `lengths` are those of a batch's sequences, instead of `seq_len`.
-USUAL = {"heads": 1, "seq_len": 1024, "head_dim": 64, "causal": True, "sms": 1, "lengths": []}
+# The workload of most scenes, on a GPU with one SM. Other values are in the table `[scene]` of a track's benchmark.toml, and in
+# a stage's scene.toml. `lengths` are those of a batch's sequences, instead of `seq_len`. With `at_once`, SMs work at the same
+# time; else CTAs run one after the other.
+USUAL = {"heads": 1, "seq_len": 1024, "head_dim": 64, "causal": True, "sms": 1, "lengths": [], "at_once": False}
 WORDS = {  # lane -> the words of its tooltip
     "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
     "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
@@ -49,12 +51,14 @@ class Scene:
     Attributes:
         accesses: the panels with the accesses of parent and stage. v0 has one panel, because it has no parent.
         units: the panels with the work of an SM's units. A stage without a Gluon kernel has no such panel.
+        shares: the panels that show which SM computes which tile, if SMs work at the same time.
     """
 
     pass_: str
     shape: str
     accesses: list[Panel]
     units: list[Panel]
+    shares: list[Panel] = field(default_factory=list)
 
     @property
     def zoom(self) -> float:
@@ -70,32 +74,57 @@ class Scene:
 
 def described(lane: str) -> str:
     """Return the words of a lane's tooltip."""
+    if lane.startswith("SM "):
+        return "the tiles that this SM computes"
     return WORDS.get(lane.rstrip("\N{PRIME}"), "") + (", another copy" if lane.endswith("\N{PRIME}") else "")
 
 
 def scenes(name: str) -> list[Scene]:
     """Record the passes that a stage changes, for the parent and for the stage."""
     track = tracks.read(stages.track(name))
-    shape = USUAL | (track.scene if track else {})
-    gpu, lengths = replace(ONE_SM, num_sms=shape.pop("sms")), shape.pop("lengths")
+    own = stages.directory(name) / "scene.toml"
+    shape = USUAL | (track.scene if track else {}) | (tomllib.loads(own.read_text()) if own.exists() else {})
+    gpu, lengths, at_once = replace(ONE_SM, num_sms=shape.pop("sms")), shape.pop("lengths"), shape.pop("at_once")
     found = []
     for pass_ in passes(name):
         workload = Workload(pass_, 1, dtype="float16", **shape)
-        recorded = {stage: trace(stages.load(stage), workload, gpu, lengths) for stage in (stages.parent(name), name) if stage}
+        both = [stage for stage in (stages.parent(name), name) if stage]
+        recorded = {stage: trace(stages.load(stage), workload, gpu, lengths, at_once=at_once) for stage in both}
         length = f"Sq = {workload.seq_len}, Sk = {workload.kv_len}"
         length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else length
         length = f"S = {', '.join(map(str, lengths))}, with a line where each sequence starts" if lengths else length
         heads = "one head" if workload.heads == 1 else f"{workload.heads} heads"
         heads += f" that share {workload.kv_heads} of K and V" if workload.kv_heads < workload.heads else ""
         words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {'causal' if workload.causal else 'full'}, {length}"
+        words += f", {gpu.num_sms} SMs at the same time" if at_once else ""
         units = [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())]
-        found.append(Scene(pass_, words, [accesses(stage, each) for stage, each in recorded.items()], units))
+        shares = [_shares(stage, each) for stage, each in recorded.items() if at_once]
+        found.append(Scene(pass_, words, [accesses(stage, each) for stage, each in recorded.items()], units, shares))
     return found
 
 
+def _shares(stage: str, recorded: Trace) -> Panel:
+    """Return the panel of a forward's persistent CTAs, with a lane for each SM. A tile lasts from loading Q to storing O."""
+    times, end = {}, max(access.end or 0 for access in recorded.accesses)
+    for access in recorded.accesses:
+        if access.tensor in ("Q", "O"):
+            rows = recorded.launches[access.launch].tile["BLOCK_M"]
+            times.setdefault((access.program, access.heads[0], access.rows[0] // rows * rows, rows), []).append(access)
+    order = sorted({(-first, head) for _, head, first, _ in times})  # so that a tile has the same color for all stages
+    found = {f"SM {sm}": [] for sm in sorted({sm for sm, *_ in times})}
+    for (sm, head, first, rows), parts in times.items():
+        start, stop = min(part.start for part in parts), max(part.end for part in parts)
+        words = f"head {head}, queries {first} to {first + rows - 1}: cycles {start:,.0f} to {stop:,.0f}"
+        found[f"SM {sm}"].append(Mark("busy", order.index((-first, head)) % len(COLORS), start, stop, 0.0, 1.0, words))
+    # A CTA loads the next tile's Q while it stores O, so tiles overlap.
+    share = {lane: max(mark.end for mark in marks) / end for lane, marks in found.items()}
+    return Panel(stage, "cycles of the model of an SM", end, 0, 0.0, found, busy=share)
+
+
 def _units(stage: str, recorded: Trace) -> Panel:
-    """Return the panel of the longest launch, with a lane for each unit of the SM."""
+    """Return the panel of the longest launch, with a lane for each unit of an SM."""
     spans = max(recorded.spans.values(), key=lambda spans: max((span.end for span in spans), default=0))
+    spans = [span for span in spans if span.who.program.sm == 0]
     # The number of each span's partition, and the name of the function that the partition runs.
     partitions = [str(span.who).split(", partition ")[-1].replace(": _", ": ") for span in spans]
     colors = {who: place % len(COLORS) for place, who in enumerate(sorted({*partitions}))}

@@ -23,6 +23,7 @@ from common.show.results import ROOT
 
 GLOSSARY = ROOT / "docs" / "reading.md"
 LETTERS = {"B", "H", "S", "D", "P", "O"}  # pages do not explain these terms, because single letters have other meanings too
+DEEP = 16  # a wrapped line of code is indented by at most this many characters
 PICTURES = (".png", ".svg")
 
 
@@ -151,14 +152,24 @@ def code_page(path: Path) -> str:
 
 
 def colored(code: str, language: str) -> str:
-    """Return highlighted code, or a formula in "math", as HTML. Code in an unknown language is not highlighted."""
+    """Return highlighted code, or a formula in "math", as HTML. Code in an unknown language is not highlighted.
+
+    A highlighted line that is too long wraps, with a hanging indent.
+    """
     if language == "math":
         return mathml(code.strip(), True)
     try:
-        shown = highlight(code, get_lexer_by_name(language), HtmlFormatter(cssclass="code"))
+        shown = highlight(code, get_lexer_by_name(language), HtmlFormatter(cssclass="code", linespans="line"))
+        begins = re.compile(r'<span id="line-\d+">((?:<span class="\w+">)?( *))')
+        shown = begins.sub(lambda line: f'<span class="line" style="{hanging(line[2])}">{line[1]}', shown)
     except ClassNotFound:
         shown = f"<pre>{html.escape(code)}</pre>"
     return shown.replace("<pre>", "<pre tabindex=0>", 1)
+
+
+def hanging(spaces: str) -> str:
+    """Return the style of a line of code that begins with `spaces`: how far its rest is indented if the line wraps."""
+    return f"--hang: {min(len(spaces) + 4, DEEP)}ch"
 
 
 def _math(state, silent: bool) -> bool:

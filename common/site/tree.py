@@ -7,6 +7,7 @@ from common.show import tracks
 from common.show.story import idea
 
 STEP, ROW = 36, 58  # distances of two stages in a line, and of two lines
+LABEL = 22  # the label of a stage ends this far below it
 SIDE, ABOVE = 14, 15  # a dead end stands behind its parent and above, the second one above the first
 
 
@@ -21,6 +22,12 @@ class Node(NamedTuple):
     x: int
     y: int
     parent: tuple[int, int] | None  # the parent's x and y
+
+    @property
+    def edge(self) -> str:
+        """The line from the parent as an SVG path. A line down begins below the parent's label."""
+        x, y = self.parent
+        return f"M{x} {y + LABEL if self.y > y else y}V{self.y}H{self.x}"
 
 
 def lines(track: str = stages.TRUNK) -> list[list[str]]:

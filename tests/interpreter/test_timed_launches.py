@@ -35,8 +35,8 @@ def spans(timing, unit):
     return [(span.what, span.start, span.end) for span in timing.spans if span.unit == unit]
 
 
-def time_of(kernel, *arguments, programs=1, **options):
-    with schedule.timed(RATES) as timings:
+def time_of(kernel, *arguments, programs=1, num_sms=1, **options):
+    with schedule.timed(RATES, num_sms) as timings:
         kernel[programs,](*arguments, num_warps=4, **options)
     (timing,) = timings
     return timing
@@ -56,6 +56,8 @@ def test_instructions_run_in_order_and_a_multiplication_joins_a_subtraction():
     assert spans(timing, OTHERS) == others and spans(timing, EXPONENTIALS) == [("exp2", 150, 550)]
     assert timing.end == 700
     assert time_of(_instructions, torch.zeros(1), programs=3).end == 3 * 700  # one program after the other
+    several = time_of(_instructions, torch.zeros(1), programs=3, num_sms=2)
+    assert several.end == 2 * 700 and several.ends == {0: 1400, 1: 700}
 
 
 @gluon.jit

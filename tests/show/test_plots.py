@@ -1,5 +1,7 @@
 """The plots show the numbers of the runs."""
 
+import itertools
+
 import pytest
 from test_results import V0, V1, records
 from test_results import run as run_of
@@ -38,6 +40,31 @@ def test_evolution_shows_the_run_with_the_most_stages(tmp_path, monkeypatch):
         assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([100 / 2])
     assert sorted(legend) == ["cuDNN", "stages"]
     assert "commit new" in figure.get_suptitle() and "few" not in figure.get_suptitle()
+
+
+def test_evolution_leaves_out_a_stage_with_its_parent_s_code(tmp_path, monkeypatch):
+    figure, _ = drawn(monkeypatch, plots.draw_evolution, results.runs(), tmp_path)
+    assert "Left out: stages with their parent's code" in figure.legends[0].get_title().get_text()
+    for axes, pass_ in zip(figure.axes, results.CODE, strict=True):
+        names = {stages.version(name): name for name in stages.line()}
+        shown = {names[label.get_text()] for label in axes.get_xticklabels()}
+        assert shown > {V0, V1}
+        assert not [name for name in shown if results.same_code(name, stages.parent(name) or "", pass_)]
+
+
+def test_labels_of_evolution_cover_nothing(tmp_path, monkeypatch):
+    """The box of a number touches no other text, and no line where the line can be seen, which is outside of the bars."""
+    figure, _ = drawn(monkeypatch, plots.draw_evolution, results.runs(), tmp_path)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        bars = [bar.get_window_extent() for bar in axes.patches]
+        labels = [label.get_window_extent() for label in (*axes.texts, *axes.get_xticklabels(), axes.title)]
+        assert len(axes.texts) == len(bars) > 10
+        assert not [(a, b) for a, b in itertools.combinations(labels, 2) if a.overlaps(b)]
+        heights = [axes.transData.transform((0, line.get_ydata()[0]))[1] for line in axes.lines]
+        for label, bar in zip(labels, bars, strict=False):
+            inside = bar.y0 <= label.y0 and label.y1 <= bar.y1 and bar.x0 <= label.x0 and label.x1 <= bar.x1
+            assert inside or not any(label.y0 <= height <= label.y1 for height in heights)
 
 
 def test_biases_are_those_without_a_mask(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The site's pages load in Chromium. Their controls change the pictures. Readers with impaired vision can read them."""
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -44,10 +45,90 @@ def visible(page, selector):
 
 
 def test_pages_open_and_fit_a_phone(page):
+    """A long path in a heading breaks, and a long line of an algorithm scrolls in its block. The page does not scroll."""
     page.set_viewport_size({"width": 380, "height": 800})
-    for name in ("index", "glossary", "measuring", "results", "v3", VERSION):
+    page.goto("v3.html")
+    for where, what in (("h1", "path_" * 30), (".two section", f"<pre>{'long ' * 30}</pre>")):
+        page.eval_on_selector(where, "(each, what) => { each.innerHTML += what; }", what)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380, where
+    for name in ("index", "glossary", "measuring", "results", "v3", VERSION, "code-common-operator.py"):
         page.goto(f"{name}.html")
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, name
+    assert len(visible(page, ".code .line")) > 300  # of the page of code, which is the last
+    assert page.evaluate("[...document.querySelectorAll('pre')].every(each => each.scrollWidth <= each.clientWidth)")
+
+
+WIDE = ".scroll, .field, .text table, .text pre"
+
+
+@pytest.mark.parametrize("width", [380, 1200])
+def test_what_goes_on_beyond_its_edge_says_so(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    wide = []
+    for name in ("index", "measuring", VERSION):
+        page.goto(f"{name}.html")
+        page.wait_for_timeout(200)
+        for part in visible(page, WIDE):
+            goes_on = part.evaluate("each => each.scrollWidth - each.clientWidth - each.scrollLeft > 1")
+            hint = part.evaluate("each => (each.closest('.lanes') ?? each).previousElementSibling.textContent")
+            faded = part.evaluate("each => getComputedStyle(each).maskImage") != "none"
+            assert ("→" in hint, faded) == (goes_on, bool(hint)), (name, hint)
+            wide += [part] if goes_on and "←" not in hint else []
+        if name == "measuring":
+            wide[-1].evaluate("each => { each.scrollLeft = each.scrollWidth; }")
+            page.wait_for_timeout(100)
+            assert wide[-1].evaluate("each => each.previousElementSibling.textContent") == "← scroll"
+    assert wide
+
+
+BOXES = """([texts, points]) => [texts, points].map(chosen => [...document.querySelectorAll(chosen)].filter(each =>
+    each.tagName != "text" || each.textContent).map(each => { const box = each.getBoundingClientRect();
+    return [each.textContent || each.tagName, box.left, box.top, box.right, box.bottom]; }))"""
+
+
+def overlap(a, b):
+    """Whether two boxes have more than half a pixel in common, in both directions. A horizontal line has no height."""
+    return min(a[3], b[3]) - max(a[1], b[1]) > 0.5 and min(a[4], b[4] + 1) - max(a[2], b[2] - 1) > 0.5
+
+
+@pytest.mark.parametrize("width", [380, 1200])
+def test_numbers_of_a_time_axis_do_not_overlap(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(f"{VERSION}.html")
+    for zoom in ("1", "3", "24", "1"):
+        page.fill("#zoom", zoom)
+        ticks = page.query_selector(".ticks").query_selector_all("span")
+        boxes = [tick.bounding_box() for tick in ticks if tick.is_visible()]
+        assert len(boxes) > 2 and all(a["x"] + a["width"] < b["x"] for a, b in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("width", [380, 1200])
+def test_labels_cover_no_points_and_no_labels(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto("index.html")
+    for pass_, s in (("fwd", "mean"), ("bwd", "1024"), ("fwd", "512")):
+        page.select_option("#choices select[name=pass]", pass_)
+        page.select_option("#choices select[name=s]", s)
+        page.wait_for_timeout(300)
+        for chosen in (("#chart svg text", "#chart svg .mark-rule line"), ("#tree text", "#tree circle")):
+            texts, points = page.evaluate(BOXES, chosen)
+            assert len(texts) > 10 and points
+            pairs = [*itertools.combinations(texts, 2), *itertools.product(texts, points)]
+            assert not [(a[0], b[0]) for a, b in pairs if overlap(a, b)], (pass_, s)
+        picture = page.query_selector("#chart svg").bounding_box()
+        left, right = picture["x"], picture["x"] + picture["width"]
+        texts, _ = page.evaluate(BOXES, ("#chart svg text", "none"))
+        assert all(left <= text[1] and text[3] <= right for text in texts)
+
+
+def test_a_line_under_the_chart_says_what_is_left_out(page):
+    page.goto("index.html")
+    page.wait_for_selector("#chart svg.marks")
+    page.wait_for_timeout(200)
+    before = page.inner_text("#left-out")
+    assert re.match(r"Left out: \d+ stages with their parent's forward; \d+ stages of tracks for other workloads", before)
+    page.select_option("#choices select[name=pass]", "bwd")
+    assert "their parent's backward" in page.inner_text("#left-out")
 
 
 @pytest.mark.long
@@ -74,7 +155,7 @@ def test_a_choice_changes_the_chart_and_the_address(page):
     before = bars()
     page.select_option("#choices select[name=pass]", "bwd")
     after = bars()
-    assert len(before) > 30 < len(after) and after != before and "pass=bwd" in page.url
+    assert len(before) > 15 < len(after) and after != before and "pass=bwd" in page.url
     page.reload()
     assert bars() == after and page.input_value("#choices select[name=pass]") == "bwd"
 

@@ -1,6 +1,7 @@
 """The site's pages have the right content and links. These tests need no browser."""
 
 import html
+import itertools
 import re
 
 import pytest
@@ -98,6 +99,29 @@ def test_a_panel_has_all_bytes_of_the_trace_to_scale():
     assert drawn([mark], 100.0) == path
 
 
+def test_pictures_of_a_shared_counter_show_who_takes_a_tile_and_who_is_idle():
+    """Both stages compute the same tiles. With fixed tiles, an SM is idle for half of the time; with the counter, none is."""
+    (scene,) = scenes.scenes(stages.resolve("v25_shared_counter"))
+    fixed, counter = scene.shares
+    taken, colors = [], []  # of each stage: lane -> tiles; tile -> color
+    for panel in scene.shares:
+        taken.append({lane: [mark.words.partition(":")[0] for mark in marks] for lane, marks in panel.lanes.items()})
+        colors.append({mark.words.partition(":")[0]: mark.color for marks in panel.lanes.values() for mark in marks})
+    assert len(taken[0]) == 4 and all(len(tiles) == 2 for lanes in taken for tiles in lanes.values())
+    assert taken[0] != taken[1] and colors[0] == colors[1] and len(colors[0]) == 8
+    assert min(fixed.busy.values()) < 0.6 and min(counter.busy.values()) > 0.95
+    assert counter.end < 0.8 * fixed.end
+
+
+def test_a_long_line_of_code_wraps_behind_its_indentation():
+    assert texts.hanging("    ") == "--hang: 8ch" and texts.hanging(" " * 40) == f"--hang: {texts.DEEP}ch"
+    shown = texts.colored('def f():\n    """a\n\n    b"""\n    return 1\n', "python")
+    assert re.findall(r'<span class="line" style="--hang: (\d+)ch">', shown) == ["4", "8", "4", "8", "8"]
+    assert html.unescape(re.sub("<.*?>", "", shown)).strip() == 'def f():\n    """a\n\n    b"""\n    return 1'
+    ((_, (_, row)),) = blocks("if a:\n        b = 1\n", "if a:\n  b = 1\n")
+    assert (len(row.old.spaces), len(row.new.spaces)) == (8, 2)
+
+
 def test_a_page_begins_with_what_the_step_changes(site):
     """If parent and stage move the same bytes, the SM's timeline comes before the accesses."""
     text = {name: (site / f"{name}.html").read_text() for name in ("v3", VERSION)}
@@ -105,7 +129,7 @@ def test_a_page_begins_with_what_the_step_changes(site):
     titles = {name: re.findall(r'<h2 id="(\w+)"', page) for name, page in text.items()}
     for lines in result(stages.resolve("v2"), stages.resolve("v3")).values():
         assert all(line in words["v3"].partition("Problem")[0] for line in lines)
-    wanted = ["trace", "gain", "moves", "diff"]
+    wanted = ["trace", "gain", "moves", "diff", "derivation"]  # links lead to a step's derivation
     assert [title for title in titles["v3"] if title in wanted] == wanted
     assert titles[VERSION].index("units") < titles[VERSION].index("trace") and "Backward: same code." in words[VERSION]
     assert re.findall(r'<a rel="(?:prev|next)" href="(\w+).html"', text["v3"]) == ["v2", "v4"]
@@ -120,7 +144,10 @@ def test_links_follow_the_tree(site):
     assert [node.version for node in nodes if node.kind == "trunk"] == [*map(stages.version, stages.line())]
     assert {node.version for node in nodes} == {stages.version(name) for name in STEPS}
     assert len({(node.x, node.y) for node in nodes}) == len(nodes)
+    labels = [(node.x, node.y + 10, node.y + 18) for node in nodes if node.kind != "dead"]  # the middles of labels
     for node in nodes[1:]:
+        x, start, end = map(int, re.fullmatch(r"M(\d+) (-?\d+)V(-?\d+)H\d+", node.edge).groups())
+        assert not [label for label in labels if label[0] == x and min(start, end) < label[2] and max(start, end) > label[1]]
         parent = next(each for each in nodes if (each.x, each.y) == node.parent)
         assert parent.version == stages.version(stages.parent(stages.resolve(node.version)))
 
@@ -134,12 +161,41 @@ def test_cards_show_the_gain_on_the_stage_s_own_workloads(site):
         assert all(str(gain) in card for gain, _ in found.values() if gain)
 
 
-def test_the_chart_has_every_implementation_and_says_where_it_is_from():
+def shown(rows, work):
+    """Return the implementations that have a bar for pass, D, mask and S."""
+    return {row["impl"] for row in rows if (row["pass"], row["d"], row["causal"], row["s"]) == work}
+
+
+def test_the_chart_says_where_its_bars_are_from():
     found = charts.speeds()
-    measured = {row["impl"] for row in found}
-    of_runs = {record["impl"] for run in results.runs() for record in run.records}
-    assert of_runs & set(stages.names()) <= measured and "sdpa-cudnn" in measured
+    assert {"sdpa-cudnn", "flash-3", LAST} <= {row["impl"] for row in found}
     assert all(re.search("NVIDIA .*, commit [0-9a-f]{12}, ", row["run"]) and row["tflops"] > 0 for row in found)
+
+
+@pytest.mark.parametrize("pass_", CODE)
+@pytest.mark.parametrize("d", results.HEAD_DIMS)
+def test_the_chart_leaves_out_stages_that_a_workload_does_not_concern(pass_, d):
+    rows, same = charts.speeds(), same_as_parent(pass_)
+    sentences = charts.left_out(rows, STEPS)
+    for causal, s in itertools.product((True, False), (charts.MEAN, *results.LENGTHS)):
+        bars, words = shown(rows, (pass_, d, causal, s)), sentences[f"{pass_} {d} {'yes' if causal else 'no'} {s}"]
+        ours = [name for name in bars if stages.position(name)]
+        assert ours and not [name for name in ours if stages.parent(name) in bars and name in same]
+        assert not [name for name in ours if stages.track(name) in ("decode", "groups", "lengths", "wide")]  # other workloads
+        assert d == 64 or not [name for name in ours if stages.track(name) == "shortbwd"]  # its benchmark has D = 64
+        assert sum(map(int, re.findall(r"(\d+) stages", words))) == len(STEPS) - len(ours), words
+        assert re.search(rf"\d+ stages with their parent's {CODE[pass_]}; .* other workloads \(.*wide\)", words)
+
+
+def same_as_parent(pass_):
+    return [name for name in STEPS if stages.parent(name) and results.same_code(name, stages.parent(name), pass_)]
+
+
+def test_the_chart_leaves_out_no_stage_that_a_workload_concerns():
+    rows, same, work = charts.speeds(), same_as_parent("fwd"), Workload("fwd", 16, 16, 1024, 128, True, "float16")
+    measured = {name for run in results.runs() for name in run.names if run.times(name, [work])}
+    own = {name for name in measured & {*stages.line()} if name not in same}
+    assert len(own) > 10 and own <= shown(rows, ("fwd", 128, True, 1024))
 
 
 @pytest.mark.long

@@ -52,9 +52,35 @@ if (time) {
   for (const button of shows) button.addEventListener("click", draw);
 }
 
+// Above a picture, table or code that goes on to the left or right, a hint says so. The edge on that side fades.
+for (const part of all(".scroll, .field, .text table, .text pre")) {
+  const hint = document.createElement("p");
+  hint.className = "hint";
+  hint.setAttribute("aria-hidden", "true");
+  (part.closest(".lanes") ?? part).before(hint);
+  const draw = () => {
+    const left = part.scrollLeft > 1, right = part.scrollLeft + part.clientWidth < part.scrollWidth - 1;
+    part.classList.toggle("more-left", left);
+    part.classList.toggle("more-right", right);
+    hint.textContent = (left ? "← " : "") + (left || right ? "scroll" : "") + (right ? " →" : "");
+  };
+  part.addEventListener("scroll", draw);
+  addEventListener("drawn", draw);
+  const sizes = new ResizeObserver(draw);
+  for (const each of [part, ...part.children]) sizes.observe(each);
+}
+
 const zoom = document.getElementById("zoom");
 if (zoom) {
-  const draw = () => zoom.closest("section").style.setProperty("--zoom", zoom.value);
+  const thin = () => {  // hide numbers of the time axis that would lie on others
+    for (const ticks of all(".ticks")) {
+      const step = ticks.clientWidth * parseFloat(ticks.children[1]?.style.left) / 100;  // NaN if there is one tick
+      const every = step ? Math.ceil(50 / step) : 1;
+      [...ticks.children].forEach((tick, place) => { tick.hidden = place % every > 0; });
+    }
+  };
+  const draw = () => { zoom.closest("section").style.setProperty("--zoom", zoom.value); thin(); };
+  addEventListener("resize", thin);
   if (kept.has("zoom")) zoom.value = kept.get("zoom");
   draw();
   zoom.oninput = draw;
@@ -62,7 +88,7 @@ if (zoom) {
   const fields = all(".zoomed .field");  // parent and stage scroll together
   const middle = () => { for (const field of fields) field.scrollLeft = field.scrollWidth / 2 - field.clientWidth / 2; };
   middle();
-  for (const button of shows) button.addEventListener("click", middle);
+  for (const button of shows) button.addEventListener("click", () => { thin(); middle(); });
   for (const field of fields) field.onscroll = () => { for (const other of fields) other.scrollLeft = field.scrollLeft; };
 }
 

@@ -18,9 +18,12 @@ function tell(_, event, __, words) {
 }
 const spec = JSON.parse(document.getElementById("spec").textContent);
 vegaEmbed("#chart", spec, { mode: "vega", renderer: "svg", actions: false, tooltip: tell }).then(({ view }) => {
+  const leftOuts = JSON.parse(document.getElementById("left-outs").textContent);
   const choose = () => {
+    const key = [...choices.elements].map((select) => select.value).join(" ");
+    document.getElementById("left-out").textContent = leftOuts[key];
     for (const select of choices.elements) view.signal(select.name, (numbers[select.name] ?? String)(select.value));
-    view.runAsync();
+    view.runAsync().then(() => dispatchEvent(new Event("drawn")));
   };
   choices.onchange = (event) => { keep(event.target.name, event.target.value); choose(); };
   choose();

@@ -349,6 +349,7 @@ def test_the_host_s_time_is_that_of_lengths_that_no_call_had(causal, monkeypatch
     assert times == [*range(bench.NEW_LENGTHS // 4 + 1, bench.NEW_LENGTHS + 1)]  # without the first, which may compile
 
 
+@pytest.mark.long
 def test_a_check_alone_measures_and_saves_nothing_and_a_run_without_checks_finds_no_error(tmp_path):
     wrong = "v0 = bench.stages.load('v0').attention\n"
     wrong += "bench.BASELINES['wrong'] = lambda q, k, v, *, causal: 2 * v0(q, k, v, causal=causal)"

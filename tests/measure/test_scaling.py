@@ -46,7 +46,7 @@ def checked(group, wrong, causal):
 
 
 @pytest.mark.parametrize(("size", "causal", "pass_", "sent"), [
-    (2, True, "fwd", (2, 2)), (2, True, "fwd+bwd", (4 + 2, 4 + 1)),
+    pytest.param(2, True, "fwd", (2, 2), marks=pytest.mark.long), (2, True, "fwd+bwd", (4 + 2, 4 + 1)),
     pytest.param(3, False, "fwd+bwd", (8 + 2 + 4,) * 3, marks=pytest.mark.long),
     pytest.param(3, True, "fwd+bwd", (8 + 2 + 4, 8 + 1 + 4, 8 + 1 + 2), marks=pytest.mark.long),
 ])  # fmt: skip

@@ -61,7 +61,7 @@ def test_pages_open_and_fit_a_phone(page):
 WIDE = ".scroll, .field, .text table, .text pre"
 
 
-@pytest.mark.parametrize("width", [380, 1200])
+@pytest.mark.parametrize("width", [380, pytest.param(1200, marks=pytest.mark.long)])
 def test_what_goes_on_beyond_its_edge_says_so(page, width):
     page.set_viewport_size({"width": width, "height": 800})
     wide = []
@@ -91,7 +91,7 @@ def overlap(a, b):
     return min(a[3], b[3]) - max(a[1], b[1]) > 0.5 and min(a[4], b[4] + 1) - max(a[2], b[2] - 1) > 0.5
 
 
-@pytest.mark.parametrize("width", [380, 1200])
+@pytest.mark.parametrize("width", [380, pytest.param(1200, marks=pytest.mark.long)])
 def test_numbers_of_a_time_axis_do_not_overlap(page, width):
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(f"{VERSION}.html")
@@ -102,7 +102,7 @@ def test_numbers_of_a_time_axis_do_not_overlap(page, width):
         assert len(boxes) > 2 and all(a["x"] + a["width"] < b["x"] for a, b in itertools.pairwise(boxes))
 
 
-@pytest.mark.parametrize("width", [380, 1200])
+@pytest.mark.parametrize("width", [380, pytest.param(1200, marks=pytest.mark.long)])
 def test_labels_cover_no_points_and_no_labels(page, width):
     page.set_viewport_size({"width": width, "height": 800})
     page.goto("index.html")

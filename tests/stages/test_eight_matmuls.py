@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases import LONG, Part, assert_same_bits, by_operator, make_inputs, names_in, set_names, usual
+from cases import LONG, Part, assert_same_bits, by_operator, changed, make_inputs, names_in, set_names, usual
 from torch.func import grad, jacrev, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 from triton.experimental import gluon
@@ -35,7 +35,13 @@ ONE = {"batch": 1, "heads": 1}
 SCALE = 0.2
 
 
-@pytest.fixture(params=usual(STAGES))
+def by_default() -> list[str]:
+    """Return the stages for most tests: in the default run, without dead ends that have not changed."""
+    everything = LONG or not INTERPRETED
+    return [name for name in usual(STAGES) if everything or name in changed() or not stages.is_dead_end(name)]
+
+
+@pytest.fixture(params=by_default())
 def eight(request, monkeypatch):
     """A stage that computes in 8 bits, here with any length."""
     if reason := stages.unavailable(request.param):

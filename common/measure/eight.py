@@ -284,14 +284,8 @@ def table(records: list[dict]) -> str:
         pairs = record["batch"] * record["heads"] * record["seq_len"] ** 2 / (2 if record["causal"] else 1)
         ours = us.get(name)
         mask = "causal" if record["causal"] else "full"
-        row = [
-            record.get("inputs", "normal"),
-            record["seq_len"],
-            record["head_dim"],
-            mask,
-            us.get(name, "-"),
-            us.get(PRE_PASS, "-"),
-        ]
+        row = [record.get("inputs", "normal"), record["seq_len"], record["head_dim"], mask]
+        row += [us.get(name, "-"), us.get(PRE_PASS, "-")]
         row.append(f"{4 * pairs * record['head_dim'] / ours / 1e6:.0f}" if ours else "-")
         row += [f"{us[each] / ours:.2f}" if ours and each in us else "-" for each in others]
         for each in names:

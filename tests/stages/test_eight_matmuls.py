@@ -1,5 +1,6 @@
 """Stages that compute with Q, K, V and P in 8 bits have an error rule of their own. With gradients, they are like others."""
 
+import functools
 import itertools
 
 import pytest
@@ -131,14 +132,17 @@ def test_the_error_is_that_of_plain_pytorch_in_eight_bits(eight, kind, head_dim,
     check(eight, *(each.to(dtype) for each in (q, k, v)), causal)
 
 
-def check_without_lse(stage, q, k, v, causal=False):
-    """Assert that O keeps the rule of 8 bits, and that LSE is as far off as P in half of the columns may be."""
+def check_without_lse(stage, q, k, v, causal=False, rounded=False):
+    """Assert that O keeps the rule of 8 bits, and that LSE is as far off as P in half of the columns may be.
+
+    If `rounded`, LSE may also be as far off as that of plain PyTorch in 8 bits.
+    """
     shift = {"diagonal": diagonal(causal, q.shape[2], k.shape[2])}
     out, lse = stage.forward(q, k, v, causal=bool(causal), scale=SCALE, **shift)
     exact, plain = (make(q, k, v, bool(causal), SCALE, **shift) for make in (truth, plain_in_eight_bits))
     assert_correct({"out": out}, exact, plain, EIGHT_BIT_FACTORS)
     if "_exp2_from_bits" in names_in(name_of(stage)):
-        rounding = (plain["lse"] - exact["lse"]).abs().max().item()
+        rounding = (plain["lse"] - exact["lse"]).abs().max().item() if rounded else 0
         torch.testing.assert_close(lse.double(), exact["lse"], rtol=0, atol=0.039 / 2 + rounding)
     else:
         assert_correct({"lse": lse}, exact, plain, EIGHT_BIT_FACTORS)
@@ -232,7 +236,7 @@ LENGTHS = [(1, 1), (5, 17), (64, 128), (130, 257), (129, 383), (200, 90)]
 def test_any_lengths(eight, lengths, head_dim, dtype):
     for causal in (False, True, "bottom-right") if lengths[0] <= lengths[1] else (False, True):
         few = lengths[0] * lengths[1] < 100  # in the mean over few scores, the exponentials' errors may not vanish
-        check_one = check_without_lse if few else check
+        check_one = functools.partial(check_without_lse, rounded=True) if few else check
         check_one(eight, *make_inputs(*lengths, head_dim, dtype, **ONE)[:3], causal)
 
 
@@ -429,10 +433,8 @@ def assert_nearly_equal(found, expected):
 def test_all_matmuls_have_8_bits(eight):
     q, k, v, _ = make_inputs(128, 256, 64, **ONE)
     counted = count(lambda: eight.forward(q, k, v, causal=False, scale=SCALE))
-    first_keys = names_in(name_of(eight)).get("FIRST_KEYS", 0)  # their scores are computed twice, for a guess
-    assert (
-        counted.flops == sum(launch.eight_bit_flops for launch in counted.launches) == 2 * 128 * (256 + 256 + first_keys) * 64
-    )
+    columns = 2 * 256 + names_in(name_of(eight)).get("FIRST_KEYS", 0)  # for a guess, first keys' scores are computed twice
+    assert counted.flops == sum(launch.eight_bit_flops for launch in counted.launches) == 2 * 128 * columns * 64
 
 
 @pytest.fixture

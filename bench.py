@@ -243,6 +243,9 @@ SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; NEWES
 # FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of a run's time.
 LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
 FASTEST = [*LIBRARIES, stages.newest()]
+# Each reference run also measures these. So one sees whether the GPUs and the days of two runs were alike.
+ANCHORS = ["sdpa-cudnn", *stages.line()[-2:]]
+ANCHOR_WORKS = [results.paper(pass_, head_dim=128, causal=False, seq_len=4096) for pass_ in CODE]
 
 
 def _track_runs() -> dict[str, list[tuple[list[str], list[str]]]]:
@@ -524,6 +527,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.cases = cases(options)
         self.json = options.json
+        self.anchors = bool(options.reference)
         self.wide = options.wide
         self.check = options.check
         self.random = options.random is not None or (options.reference or "").startswith("random")
@@ -619,6 +623,8 @@ class Bench:
     def _measured(self, benchmark, impl, workload) -> dict:
         if DEVICE == "cuda":
             self._measure_ceilings(workload)
+            if self.anchors and "anchors" not in self.machine:
+                self._measure_anchors()
         inputs = _inputs(workload)
         call = timed_call(impl, workload, inputs)
         result = call()  # tunes and compiles the kernels; so `footprint` does not measure the memory that tuning takes
@@ -660,6 +666,15 @@ class Bench:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
             self.machine["copy_gbps"] = timing.copy_gbps(_gpu_timer())
+
+    def _measure_anchors(self):
+        """Measure the milliseconds of `ANCHORS`, by pass."""
+        self.machine["anchors"] = {}
+        for workload in ANCHOR_WORKS:
+            inputs = workload.inputs()
+            calls = {impl: timed_call(impl, workload, inputs) for impl in ANCHORS}
+            times = {impl: statistics.median(_gpu_timer().measure(call)[0]) * 1e3 for impl, call in calls.items()}
+            self.machine["anchors"][workload.pass_] = times
 
 
 def _bench(config) -> Bench:

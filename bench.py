@@ -490,7 +490,7 @@ def _compare(impl: str, results: dict[str, Tensor], workload: Workload):
     (*qkv, _), truth, bounds = _problem(workload)
     slack = LIBRARY_SLACK if impl in BASELINES else 1
     stage = None if impl in BASELINES else stages.load(impl)
-    if "out" in results and hasattr(stage, "eight_bits") and stage.eight_bits(*qkv):
+    if "out" in results and hasattr(stage, "eight_bits") and stage.eight_bits(*qkv, workload.causal):
         bounds = bounds | _bounds_in_eight_bits(workload)
     try:
         for name, tensor in results.items():

@@ -258,14 +258,14 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
     __tracebackhide__ = True  # pytest shows the test's line and what is wrong
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
-    eight = "dq" not in results and in_eight_bits(stage, q, k, v)
+    eight = "dq" not in results and in_eight_bits(stage, q, k, v, causal)
     assert_right(results, q, k, v, grad_out, causal=causal, scale=scale, eight=eight)
     return results
 
 
-def in_eight_bits(stage, q, k, v) -> bool:
+def in_eight_bits(stage, q, k, v, causal) -> bool:
     """Return whether a stage's forward computes in 8 bits, unless gradients are needed."""
-    return hasattr(stage, "eight_bits") and stage.eight_bits(q, k, v)
+    return hasattr(stage, "eight_bits") and stage.eight_bits(q, k, v, causal)
 
 
 def assert_right(results: dict, q, k, v, grad_out, *, causal, scale, eight=False):

@@ -1,6 +1,6 @@
 """Measure forwards in 8 bits: their time, their error beside that of 16 bits, and the bias of O where V has a mean.
 
-    python -m common.measure.eight results/eight-matmuls-h100.json   # on a Hopper GPU, about a minute for each stage
+    python -m common.measure.eight results/eight-matmuls-h200.json   # on a Hopper GPU, about a minute for each stage
     python -m common.measure.eight --stage eight2,eight1 two.json   # two stages, the last of the track first
     python -m common.measure.eight --inputs "wide scores,late sink" wide.json
     python -m common.measure.eight --computed                # the errors alone, computed in PyTorch, without a GPU

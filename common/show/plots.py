@@ -97,7 +97,7 @@ def draw_biases(measured: dict, directory: Path):
 def draw_all(directory: Path):
     """Draw all plots of results/ into a directory."""
     draw_evolution(results.runs(), directory)
-    draw_biases(results.read(results.ROOT / "results" / "eight-matmuls-h100.json"), directory)
+    draw_biases(results.read(results.ROOT / "results" / "eight-matmuls-h200.json"), directory)
 
 
 if __name__ == "__main__":

@@ -263,9 +263,12 @@ TILES = {
 FEWEST = {128: 2048}
 
 
-def eight_bits(q, k, v) -> bool:
-    """Return whether `forward` computes with these tensors in 8 bits, if no input requires gradients."""
-    fewest = FEWEST.get(q.shape[3], math.inf)
+def eight_bits(q, k, v, causal=False) -> bool:
+    """Return whether `forward` computes with these tensors in 8 bits, if no input requires gradients.
+
+    A causal mask leaves half of the scores, so such sequences must be twice as long.
+    """
+    fewest = FEWEST.get(q.shape[3], math.inf) * (2 if causal else 1)
     return q.dtype != torch.float32 and q.shape[3] == v.shape[3] and min(q.shape[2], k.shape[2]) >= fewest
 
 
@@ -279,7 +282,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0, differentiable=False):
         Unavailable: the GPU is not a Hopper GPU.
     """
     require_hopper(__package__)
-    if differentiable or not eight_bits(q, k, v):
+    if differentiable or not eight_bits(q, k, v, causal):
         return forward_of_v26(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]

@@ -6,12 +6,11 @@ from common.operator import make_attention
 from .backward import backward
 from .forward import eight_bits, forward
 
-__all__ = ["SPILLED_BYTES", "UNORDERED", "UNTRIED", "attention", "backward", "eight_bits", "forward", "unavailable"]
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "eight_bits", "forward", "unavailable"]
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.
 SPILLED_BYTES = 332
 UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
-UNTRIED = True  # no GPU has run its kernels yet, so the newest stage does not choose it
 
 attention = make_attention(__name__, forward, backward)

@@ -89,7 +89,7 @@ bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its parent and v0, or r
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (default 2); ARGS="…" goes to common.measure.scaling
 	$(PYTHON) -m common.measure.scaling $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-reference: EXAMPLE = make reference GRID=forward-d64 FILE=results/forward-d64-h100.json
+reference: EXAMPLE = make reference GRID=forward-d64 FILE=results/forward-d64-h200.json
 reference: needs-GRID needs-FILE $(SETUP)  ## measure one part of results/ on a GPU, GRID=forward-d64, into FILE=…, unless all its rows are current
 	$(PYTHON) bench.py --reference "$(GRID)" --json "$(FILE)"
 
@@ -100,7 +100,7 @@ ceilings: EXAMPLE = make ceilings FILE=results/ceilings-h200.json
 ceilings: needs-FILE $(SETUP)  ## measure the rates of a Hopper GPU that predictions use, into FILE=…
 	$(PYTHON) -m common.measure.ceilings "$(FILE)"
 
-energy: EXAMPLE = make energy FILE=results/energy-d64-h200.json ARGS="--head-dim 64"
+energy: EXAMPLE = make energy FILE=results/energy-d128-h200.json ARGS="--head-dim 128"
 energy: needs-FILE $(SETUP)  ## measure the joules of a call on an NVIDIA GPU, into FILE=…; ARGS="…" goes to common.measure.energy
 	$(PYTHON) -m common.measure.energy "$(FILE)" $(ARGS)
 
@@ -113,8 +113,8 @@ compare: $(SETUP)  ## show the last two saved runs side by side, or A=… and B=
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents
 
-table: EXAMPLE = make table FILE=results/forward-d128-h100.json
-table: needs-FILE $(SETUP)  ## print the tables of a saved run or a results file: make table FILE=results/forward-d128-h100.json
+table: EXAMPLE = make table FILE=results/forward-d128-h200.json
+table: needs-FILE $(SETUP)  ## print the tables of a saved run or a results file: make table FILE=results/forward-d128-h200.json
 	@$(PYTHON) -m common.show.documents "$(FILE)"$(piped)
 
 plots: $(SETUP)  ## draw plots/ from results/

@@ -179,9 +179,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--reference",
         choices=GRIDS,
         help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last two "
-        "stages of the trunk, at more lengths. short: calls that take mostly CPU time. passes-as-one: forward and backward "
-        "together, for a smaller model. shared: GQA, and head dimensions that differ between K and V. models: shapes of real "
-        f"models, and odd lengths. random, random-flash-4: random shapes. {of_tracks}",
+        "stages of the trunk, at more lengths. models: shapes of real models, and odd lengths. random, random-flash-4: random "
+        f"shapes. {of_tracks}",
     )
 
     options, words = parser.parse_known_args(argv)
@@ -235,8 +234,6 @@ def chosen_stages(chosen: list[str]) -> list[str]:
     return [name for name in stages.names() if name in wanted]
 
 
-# head dimension -> (number of query heads, numbers of K/V heads). A K/V head serves 1, 4 or 8 query heads.
-SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 EVERYTHING = [*BASELINES, *(name for name in stages.names() if not stages.is_experiment(name))]
 NEWEST = [*BASELINES, *stages.line()[-2:]]  # the newest stage chooses; the stage before it is the trunk's last without a choice
 SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; NEWEST is measured at more lengths
@@ -270,19 +267,6 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
     },
     **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
     **{f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], NEWEST)] for dim in HEAD_DIMS},
-    "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--head-dim=64", "--causal=no"], EVERYTHING)],
-    "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
-    "shared": [
-        (
-            [f"--head-dim={dim}", f"--heads={heads}", f"--kv-heads={','.join(map(str, kv_heads))}",
-             "--seq-len=1024,2048,4096,8192,16384", "--dtype=float16,bfloat16"],
-            FASTEST,
-        )
-        for dim, (heads, kv_heads) in SHARED_HEADS.items()
-    ] + [
-        ([f"--head-dim={dim}", f"--value-dim={value_dim}", "--seq-len=4096"], FASTEST)
-        for dim, value_dim in ((64, 128), (128, 64))
-    ],
     "models": [(["--dtype=bfloat16", *argv], FASTEST) for argv in (
         # Llama 3 with 8 and with 70 billion parameters, BERT, and ViT-L, whose 196 patches and class token make 197 tokens
         ["--head-dim=128", "--heads=32,64", "--kv-heads=8", "--causal=yes", "--seq-len=4096,8192,32768"],

@@ -26,7 +26,7 @@ def make(directory, *arguments, **environment):
 
 @pytest.mark.parametrize(("arguments", "missing", "example"), [
     (["diff", "A=v4"], "B", "make diff A=v3 B=v4"), (["diff", "A=", "B=v4"], "A", "make diff A=v3 B=v4"),
-    (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
+    (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h200.json"),
     (["carry", "CONTINUE="], "FROM", "make carry FROM=v3"),
 ])  # fmt: skip
 def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):

@@ -1,7 +1,7 @@
 """Measure a call's energy and clock at a GPU's power limit with NVML, NVIDIA's management library.
 
-    python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # on an NVIDIA GPU
-    make table FILE=results/energy-d64-h200.json
+    python -m common.measure.energy results/energy-d128-h200.json --head-dim 128   # on an NVIDIA GPU
+    make table FILE=results/energy-d128-h200.json
 
 A GPU lowers its clock to stay within its power limit. At the limit, a call's time is its energy divided by the power limit. So
 an idea that saves cycles shortens a call only if it also saves energy.

@@ -107,7 +107,7 @@ def test_workloads_are_grouped_by_what_distinguishes_them():
 
 
 KINDS_OF_TABLES = {
-    "forward-d64-h100": "Benchmark", "traffic-h200-d64": "Counted and measured traffic", "energy-d64-h200": "Energy",
+    "forward-d64-h200": "Benchmark", "traffic-h200-d64": "Counted and measured traffic", "energy-d128-h200": "Energy",
     "ring-h200-x2": "One sequence", "units-h200": "How busy", "traffic": "Counted traffic",
 }  # fmt: skip
 

@@ -1,12 +1,11 @@
 """Write the generated parts of README.md: the newest stage's speed, and the ladder of all stages."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterable
 
 import stages
-from common.show import results, shapes, tracks
+from common.show import lead, results, tracks
 from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
 
@@ -85,42 +84,27 @@ def ladder(found: list[results.Run]) -> str:
 
 
 def headline(found: list[results.Run]) -> str:
-    """Return a table that compares the newest measured stage with the first stage and the libraries. Each ratio is from the
-    newest run that has both, since a run without a fast library would flatter."""
+    """Return two tables about the newest measured stage: one beside the first stage and each library, and one beside the
+    fastest library, with all that was measured. Each ratio is from the newest run that has both, since a run without a fast
+    library would flatter."""
+    columns = list(itertools.product(results.CODE, results.HEAD_DIMS))
     line = [name for name in stages.line() if any(name in run.names for run in found)]
-    held = {name: [results.newest(found, pass_, HEAD_DIM, name) for pass_ in results.CODE] for name in line}
-    if not (both := [name for name in line if all(held[name])]):
+    held = {name: [results.newest(found, *column, name) for column in columns] for name in line}
+    if not (everywhere := [name for name in line if all(held[name])]):
         return "Not measured yet."
-    last, first = both[-1], line[0]
+    last, first = everywhere[-1], line[0]
     libraries = list(dict.fromkeys(name for run in reversed(found) for name in run.libraries))
-    libraries = [
-        name for name in libraries if any(results.newest(found, pass_, HEAD_DIM, last, name) for pass_ in results.CODE)
-    ]
+    libraries = [name for name in libraries if any(results.newest(found, *column, last, name) for column in columns)]
     rows, used = [], []
-    for pass_, run in zip(results.CODE, held[last], strict=True):
-        gains = [results.gain(found, last, name, pass_, HEAD_DIM) for name in (first, *libraries)]
-        rate = f"{run.rate(last, results.mean_over(pass_, HEAD_DIM)):.0f} ({results.gpu_of(run.machine)})"
-        rows.append([PASS_NAMES[pass_], rate, *(str(each[0]) if each else "-" for each in gains)])
+    for (pass_, head_dim), run in zip(columns, held[last], strict=True):
+        gains = [results.gain(found, last, name, pass_, head_dim) for name in (first, *libraries)]
+        rate = f"{run.rate(last, results.mean_over(pass_, head_dim)):.0f} ({results.gpu_of(run.machine)})"
+        rows.append([f"{PASS_NAMES[pass_]}, D = {head_dim}", rate, *(str(each[0]) if each else "-" for each in gains)])
         used += [run, *(each[1] for each in gains if each)]
-    headers = [
-        f"{results.spoken(last)}, D = {HEAD_DIM}",
-        "TFLOP/s",
-        *(f"× {results.spoken(name)}" for name in (first, *libraries)),
-    ]
-    table = markdown(rows, headers, (headers[0],))
-    return "\n\n".join([table, results.measured(used), *random_shapes()])
-
-
-def random_shapes() -> list[str]:
-    """Return a table of the random shapes' run in results/, and words about it; nothing if there is no such run."""
-    path = results.run_file("random")
-    if not path.exists():
-        return []
-    run = results.load_run(path)
-    drawn = len({dataclasses.replace(work, pass_="fwd") for work in run.works})
-    name = next(name for name in run.names if name not in run.libraries)
+    headers = [results.spoken(last), "TFLOP/s", *(f"× {results.spoken(name)}" for name in (first, *libraries))]
+    compared, beside = lead.table(last)
     words = (
-        f"{drawn} random shapes: mean (lowest), and how many are slower. No constant in the code was fitted to them. "
-        f"{results.measured([run])}"
+        "Mean (lowest), how many are slower. σ: the standard deviation of scores, else 1. No constant in the code was fitted "
+        "to the random shapes."
     )
-    return [shapes.brief(run, name), words]
+    return "\n\n".join([markdown(rows, headers, (headers[0],)), compared, f"{words} {results.measured([*used, *beside])}"])

@@ -320,15 +320,15 @@ def newest(found: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | No
 def gain(found: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[Gain, Run] | None:
     """Return the gain of `new` over `old` on the papers' workloads, and the newest run with both, or None if no run has both.
 
-    `old` may be `FASTEST`: then the run is the newest that has `new`, and as many libraries as any run with `new` or its
-    parent. A share of fewer libraries would flatter.
+    `old` may be `FASTEST`: then the run is the one with most stages, so that a table has shares from one run, beside the same
+    libraries. Of several such runs, it is the newest.
     """
+    works = mean_over(pass_, head_dim)
     if old == FASTEST:
-        near, works = (new, stages.parent(new)), mean_over(pass_, head_dim)
-        libraries = max((len(run.libraries) for run in found for name in near if name and run.holds(name, works)), default=0)
-        found = [run for run in found if len(run.libraries) >= libraries]
+        found = [run for run in found if run.libraries and run.holds(new, works)]
+        found = sorted(found, key=lambda run: sum(run.holds(name, works) for name in run.names), reverse=True)
     run = newest(found, pass_, head_dim, new, *([] if old == FASTEST else [old]))
-    found_ratio = run and ratio([run], new, old, mean_over(pass_, head_dim))
+    found_ratio = run and ratio([run], new, old, works)
     return (found_ratio, run) if found_ratio else None
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 
 from common.measure.workloads import Workload
-from common.show.results import CHANGED, CODE, FASTEST, Run, changed, shown, spoken
+from common.show.results import CODE, FASTEST, Run, shown, spoken
 from common.show.tables import markdown
 
 WORST = 5  # shapes to list for each pass and head dimension
@@ -42,24 +42,6 @@ def overview(run: Run, name: str) -> str:
                 values = statistics.geometric_mean(found), percentile(found, TAIL), min(found)
                 rows.append([CODE[pass_], head_dim, len(found), *map(shown, values), sum(value < 0.97 for value in found)])
     return markdown(rows, ["pass", "D", "shapes", "mean", "5th percentile", "lowest", "below 0.97"], ("pass",))
-
-
-def brief(run: Run, name: str) -> str:
-    """Return a table of an implementation's mean and lowest speed over the fastest library, by pass and head dimension. It
-    also says on how many shapes the implementation is slower."""
-    found = {key: [*speeds(run, name, works).values()] for key, works in groups(run).items()}
-    dims, rows = sorted({head_dim for _, head_dim in found}), []
-    for pass_, spelled in CODE.items():
-        each = [found.get((pass_, head_dim)) for head_dim in dims]
-        mark = CHANGED * any(record["pass"] == pass_ and changed(record) for record in run.records if record["impl"] == name)
-        cells = [
-            f"×{shown(statistics.geometric_mean(values))} ({shown(min(values))}){mark}, "
-            f"{sum(value < 1 for value in values)} of {len(values)}" if values else "-" for values in each
-        ]  # fmt: skip
-        rows.append([spelled, *cells])
-    libraries = [spoken(library) for library in run.libraries]
-    first = f"{spoken(name)} over the fastest of {' and '.join(libraries)}"
-    return markdown(rows, [first, *(f"D = {head_dim}" for head_dim in dims)], (first,))
 
 
 def worst(run: Run, name: str, chosen: Callable[[Workload], str]) -> str:

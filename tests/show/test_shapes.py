@@ -32,15 +32,6 @@ def test_overview_has_the_mean_and_the_tail_of_each_pass_and_head_dimension(foun
     assert shapes.percentile([*range(100)], 0.05) == 5 and shapes.percentile([3.0], 0.05) == 3
 
 
-def test_brief_table_has_the_mean_the_lowest_speed_and_the_number_of_slower_shapes(found):
-    table = shapes.brief(found, "v1_online_softmax")
-    assert "v1 over the fastest of cuDNN and FlashAttention-3" in table
-    assert rows(table) == [
-        ["forward", f"×{(2**9 / 2) ** 0.1:.2f} (0.50), 1 of 10", "-"],
-        ["backward", "-", "-"],
-    ]
-
-
 def test_worst_shapes_come_first_with_the_fastest_library_and_the_choice(found):
     table = rows(shapes.worst(found, "v1_online_softmax", lambda work: f"S{work.seq_len}"))
     assert len(table) == shapes.WORST

@@ -1,0 +1,61 @@
+"""The table of the newest stage's lead shows the losses, and each workload in its row. The runs are invented."""
+
+import pytest
+from test_documents import cells
+from test_results import V3, records, run, write
+
+from common.measure.workloads import Workload
+from common.show import lead, results
+
+
+def record(impl, ms, pass_="fwd", head_dim=64, **shape):
+    work = Workload(pass_, 1, 4, head_dim=head_dim, causal=False, **{"dtype": "float16", "seq_len": 4096} | shape)
+    return {"impl": impl, **work.record(), **({"ms": ms} if ms else {"failure": "n/a"})}
+
+
+def test_a_cell_has_the_mean_the_lowest_and_how_many_are_slower():
+    found = run("one", "2026-01-01", records(V3, 1.0, passes=["fwd"], head_dims=[64]),
+                records("flash-3", 4.0, passes=["fwd"], head_dims=[64]))  # fmt: skip
+    assert lead.cell([found], V3, found.works) == "×4.00 (4.00)"
+    mixed = run("two", "2026-01-01", [record(V3, 1.0, seq_len=length) for length in (64, 128, 256)],
+                [record("flash-3", ms, seq_len=length) for length, ms in ((64, 0.5), (128, 8.0), (256, None))])  # fmt: skip
+    assert lead.cell([mixed], V3, mixed.works) == "×2.00 (0.50), 1 of 2"
+    assert lead.cell([found, mixed], V3, found.works + mixed.works).endswith(", 1 of 8")
+    assert lead.cell([mixed], "flash-3", mixed.works[2:]) == "-"
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(lead.results, "GPUS", ("x",))
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
+
+
+def test_each_workload_is_in_its_row_and_column(root):
+    write(root / "newest-d64-x.json", "2026-01-01", records(V3, 1.0, head_dims=[64]) + records("flash-3", 2.0, head_dims=[64]))
+    kinds = {"a sink at the first key": {"sink": 8.0}, "a sink in the middle": {"sink": 8.0, "sink_key": 7},
+             "a sink in the middle, in one head": {"sink": 8.0, "sink_key": 7, "sink_head": 0}, None: {}}  # fmt: skip
+    write(root / "hidden-sinks-x.json", "2026-01-01", [
+        record(impl, ms, "bwd", 128, **shape) for place, shape in enumerate(kinds.values(), start=1)
+        for impl, ms in ((V3, 1.0), ("flash-4", float(place)))
+    ])  # fmt: skip
+    stds = [record(impl, ms, score_std=std) for std in (1.0, 2.0, 8.0) for impl, ms in ((V3, 2.0), ("flash-3", std))]
+    write(root / "wide-scores-x.json", "2026-01-01", stds)
+    write(root / "random-x.json", "2026-01-01", records("flash-3", 2.0))  # without the stage
+    table, used = lead.table(V3)
+    assert len(used) == 3 and "random" not in table
+    columns = ["forward, D = 64", "forward, D = 128", "backward, D = 64", "backward, D = 128"]
+    assert cells(table, "v3 over the fastest library") == columns
+    assert cells(table, "4096 tokens, float16") == ["×2.00 (2.00)", "-", "×2.00 (2.00)", "-"] and "512 tokens" not in table
+    assert cells(table, "a sink in the middle")[3] == "×2.00 (2.00)"
+    assert cells(table, "a sink in the middle, in one head")[3] == "×3.00 (3.00)"
+    assert cells(table, "a sink at the first key") == ["-", "-", "-", "×1.00 (1.00)"]
+    assert cells(table, "scores of σ = 2") == ["×1.00 (1.00)", "-", "-", "-"] and "σ = 4" not in table
+    assert cells(table, "scores of σ = 8") == ["×4.00 (4.00)", "-", "-", "-"]
+
+
+def test_a_loss_is_marked_and_so_is_code_that_has_changed(root):
+    write(root / "random-x.json", "2026-01-01", [record(V3, 2.0) | {"source": "0"}, record("flash-3", 1.0)])
+    table, _ = lead.table(V3)
+    assert cells(table, "random shapes") == ["×0.50 (0.50)†, 1 of 1", "-"]

@@ -240,7 +240,7 @@ SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; NEWES
 # FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of a run's time.
 LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
 FASTEST = [*LIBRARIES, stages.newest()]
-# Each reference run also measures these. So one sees whether the GPUs and the days of two runs were alike.
+# Each reference run also measures these, three times in turns. So one sees whether the GPUs of two runs were alike.
 ANCHORS = ["sdpa-cudnn", *stages.line()[-2:]]
 ANCHOR_WORKS = [results.paper(pass_, head_dim=128, causal=False, seq_len=4096) for pass_ in CODE]
 
@@ -657,8 +657,9 @@ class Bench:
         for workload in ANCHOR_WORKS:
             inputs = workload.inputs()
             calls = {impl: timed_call(impl, workload, inputs) for impl in ANCHORS}
-            times = {impl: statistics.median(_gpu_timer().measure(call)[0]) * 1e3 for impl, call in calls.items()}
-            self.machine["anchors"][workload.pass_] = times
+            turns = [[statistics.median(_gpu_timer().measure(calls[impl])[0]) for impl in ANCHORS] for _ in range(3)]
+            medians = (statistics.median(seconds) * 1e3 for seconds in zip(*turns, strict=True))
+            self.machine["anchors"][workload.pass_] = dict(zip(ANCHORS, medians, strict=True))
 
 
 def _bench(config) -> Bench:

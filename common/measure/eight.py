@@ -302,6 +302,8 @@ def main(argv: list[str]):
     parser = command("common.measure.eight", __doc__)
     parser.add_argument("file", type=json_path, nargs="?", help="the JSON file to write")
     add_list(parser, "--stage", eight_bit_stages()[-1])
+    add_list(parser, "--seq-len", ",".join(map(str, LENGTHS)))
+    add_list(parser, "--head-dim", ",".join(map(str, HEAD_DIMS)))
     parser.add_argument(
         "--inputs", type=list_of(one_of(INPUTS.keys())), default="normal", metavar="LIST", help=", ".join(INPUTS)
     )
@@ -315,7 +317,7 @@ def main(argv: list[str]):
         parser.error(f"{', '.join(sorted(others))}: not in 8 bits")
     if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"common.measure.eight {reason}")
-    cases = list(itertools.product(options.inputs, LENGTHS, HEAD_DIMS, (False, True)))
+    cases = list(itertools.product(options.inputs, options.seq_len, options.head_dim, (False, True)))
     facts, timer, records = machine.facts(), GpuTimer(), []
     with Progress(len(cases)) as bar:
         for number, (kind, seq_len, head_dim, causal) in enumerate(cases, start=1):

@@ -311,6 +311,18 @@ def runs() -> list[Run]:
     return sorted((run for run in found if run.compares), key=lambda run: run.ended, reverse=True)
 
 
+def anchor_ratios() -> dict[tuple[str, str, str, str], float]:
+    """Return how far the anchors of reference runs are from the usual: their milliseconds over the median of all files of the
+    same GPU. The keys are (file, GPU, pass, implementation)."""
+    found = {}
+    for path in sorted((ROOT / "results").glob("*.json")):
+        facts = read(path).get("machine_info", {}) if isinstance(read(path), dict) else {}
+        for pass_, times in facts.get("anchors", {}).items():
+            found |= {(path.stem, facts["gpu"], pass_, impl): ms for impl, ms in times.items()}
+    usual = {key[1:]: statistics.median(ms for other, ms in found.items() if other[1:] == key[1:]) for key in found}
+    return {key: ms / usual[key[1:]] for key, ms in found.items()}
+
+
 def newest(found: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
     """Return the newest run that measured this pass of all these implementations. Return None if no run did."""
     works = mean_over(pass_, head_dim)

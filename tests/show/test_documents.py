@@ -46,7 +46,12 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(monkeypatch):
     table = front.ladder([late, new, old])
     found = {name: cells(table, name)[2:] for name in re.findall(r"^\| (\[v[0-3]\].*?) \|", table, re.MULTILINE)}
     assert found[f"[v0](stages/{V0})"] == ["-", "25 %", "-", "25 %"]
-    assert found[f"[v1](stages/{V1})"] == ["×2.00 (2.00–2.00)", "50 %", "same code", "25 %"]  # the run with v0, and the newer one
+    assert found[f"[v1](stages/{V1})"] == [
+        "×2.00 (2.00–2.00)",
+        "50 %",
+        "same code",
+        "25 %",
+    ]  # the run with v0, and the newer one
     assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00 (4.00–4.00)", "100 %"]
     assert found[f"[v3](stages/{V3})"] == ["×2.00 (2.00–2.00)†", "-", "-", "-"]  # its code has changed; no library; no v2
     assert re.search("commit old, 2026-01-01; .*, commit new, 2026-01-02", table)

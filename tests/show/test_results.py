@@ -134,6 +134,20 @@ def test_runs_are_found_by_what_they_hold(root):
     assert [run.machine["commit"] for run in results.runs()] == ["a-newer", "z-older"]
 
 
+def test_anchors_are_compared_with_the_median_of_their_gpu(root):
+    for name, gpu, ms in (("a", "X", 1.0), ("b", "X", 2.0), ("c", "X", 3.0), ("d", "Y", 8.0)):
+        facts = {"gpu": gpu, "anchors": {"fwd": {"flash-3": ms}}}
+        (root / "results" / f"{name}.json").write_text(json.dumps({"machine_info": facts, "cases": []}))
+    (root / "results" / "e.json").write_text('{"machine_info": {"gpu": "X"}}')
+    ratios = {name: ratio for (name, *_), ratio in results.anchor_ratios().items()}
+    assert ratios == {"a": 0.5, "b": 1.0, "c": 1.5, "d": 1.0}
+
+
+def test_the_reference_runs_were_made_on_gpus_that_are_alike():
+    """If an anchor is further off, the run is made again."""
+    assert {key: ratio for key, ratio in results.anchor_ratios().items() if abs(ratio - 1) > 0.05} == {}
+
+
 def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(root):
     """Only v1's backward was measured. Its records count for v2 too, because v2's backward has the same code. They do not
     count for v0 and v3, and not as a pair that has measured the noise."""

@@ -13,10 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from common.kernels import hopper
 from common.kernels.hopper import describe_tile, new_barriers
 from common.measure import machine
-from common.measure.options import command, write_json
+from common.measure.options import command, require_hopper, write_json
 from common.measure.timing import GpuTimer, copy_gbps, matmul_tflops
 from common.runtime import DEVICE, num_sms
 
@@ -81,8 +80,7 @@ def launch_us(timer: GpuTimer) -> float:
 def main(argv: list[str]):
     """Run the command line."""
     options = command("common.measure.ceilings", __doc__, "the JSON file to write").parse_args(argv)
-    if reason := hopper.unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
-        raise SystemExit(f"common.measure.ceilings {reason}")
+    require_hopper("common.measure.ceilings")
     timer = GpuTimer()
     found = {
         "matmul_tflops": {name: matmul_tflops(timer, getattr(torch, name)) for name in ("float16", "bfloat16")},

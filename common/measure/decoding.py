@@ -25,13 +25,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import stages
 from common.checks import EIGHT_BITS
 from common.eight_bits import quantized
-from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES
-from common.measure.options import add_list, command, list_of, one_of, write_json
+from common.measure.options import add_list, command, list_of, one_of, require_hopper, write_json
 from common.measure.progress import Progress
 from common.measure.timing import GpuTimer, copy_gbps, host_seconds, seconds_of_row
-from common.runtime import DEVICE
 
 BATCHES, CAPACITIES = (1, 8, 64), (1024, 8192, 32768, 131072)
 HEADS, KV_HEADS, HEAD_DIM = (32, 64), 8, 128
@@ -183,8 +181,7 @@ def main(argv: list[str]):
         "--heads", type=list_of(one_of(HEADS)), default="32,64", metavar="LIST", help="query heads (default: all)"
     )
     options = parser.parse_args(argv)
-    if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
-        raise SystemExit(f"common.measure.decoding {reason}")
+    require_hopper("common.measure.decoding")
     copy_rate = copy_gbps(GpuTimer()) * 1e9
     cases = list(itertools.product(BATCHES, options.heads, CAPACITIES))
     facts, records = machine.facts(), []

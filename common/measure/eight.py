@@ -21,10 +21,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 import stages
-from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES, refusal
-from common.measure.options import add_list, command, json_path, list_of, one_of, write_json
+from common.measure.options import add_list, command, json_path, list_of, one_of, require_hopper, write_json
 from common.measure.progress import Progress
 from common.measure.reference import (
     E4M3_MAX,
@@ -37,7 +36,6 @@ from common.measure.reference import (
 )
 from common.measure.timing import GpuTimer
 from common.measure.workloads import HIDDEN, TOKENS
-from common.runtime import DEVICE
 
 try:
     import cudnn  # the package nvidia-cudnn-frontend
@@ -316,8 +314,7 @@ def main(argv: list[str]):
         parser.error("name the JSON file to write")
     if others := set(options.stage) - set(eight_bit_stages()):
         parser.error(f"{', '.join(sorted(others))}: not in 8 bits")
-    if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
-        raise SystemExit(f"common.measure.eight {reason}")
+    require_hopper("common.measure.eight")
     cases = list(itertools.product(options.inputs, options.seq_len, options.head_dim, (False, True)))
     facts, timer, records = machine.facts(), GpuTimer(), []
     with Progress(len(cases)) as bar:

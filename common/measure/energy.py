@@ -132,7 +132,7 @@ def main(argv: list[str]):
     for flag, default in (("--seq-len", "4096"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
         add_list(parser, flag, default)
     options = parser.parse_args(argv)
-    if INTERPRETED:
+    if INTERPRETED or not torch.cuda.is_available():
         raise SystemExit("measuring energy needs an NVIDIA GPU, and there is none")
     try:
         gauges = Gauges()

@@ -8,10 +8,14 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
+
 import stages
 from common.checks import HEAD_DIMS
+from common.kernels.hopper import unavailable
 from common.measure import files, machine, terminal
 from common.measure.workloads import DTYPES, Workload
+from common.runtime import DEVICE
 
 
 def single(parse: Callable) -> Callable:
@@ -152,6 +156,13 @@ def command(module: str, description: str, file: str | None = None) -> argparse.
     if file:
         parser.add_argument("file", type=json_path, help=file)
     return parser
+
+
+def require_hopper(module: str):
+    """Raise SystemExit unless a Hopper GPU is in use."""
+    on_gpu = DEVICE == "cuda" and torch.cuda.is_available()
+    if reason := unavailable() if on_gpu else "needs a Hopper GPU (sm_90)":
+        raise SystemExit(f"{module} {reason}")
 
 
 def write_json(path: Path, content):

@@ -18,10 +18,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 import stages
-from common.kernels.hopper import unavailable
 from common.measure import machine
 from common.measure.baselines import BASELINES, refusal
-from common.measure.options import command, list_of, one_of, write_json
+from common.measure.options import command, list_of, one_of, require_hopper, write_json
 from common.measure.progress import Progress
 from common.measure.timing import GpuTimer, host_seconds
 from common.runtime import DEVICE
@@ -149,8 +148,7 @@ def main(argv: list[str]):
         help="head dimensions (default: all)",
     )
     options = parser.parse_args(argv)
-    if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
-        raise SystemExit(f"common.measure.packed {reason}")
+    require_hopper("common.measure.packed")
     cases = list(itertools.product(options.pass_, TOKENS, KV_HEADS, options.head_dim, (True, False)))
     facts, timer, records = machine.facts(), GpuTimer(), []
     with Progress(len(cases)) as bar:

@@ -21,18 +21,16 @@ from unittest.mock import patch
 import numpy
 
 import stages
-from common.kernels.hopper import unavailable
 from common.kernels.order import busiest
 from common.layout import cdiv
 from common.measure import machine
 from common.measure.baselines import BASELINES, refusal, timed_call
-from common.measure.options import command, list_of, one_of, positive, single, write_json
+from common.measure.options import command, list_of, one_of, positive, require_hopper, single, write_json
 from common.measure.progress import Progress
 from common.measure.random_shapes import HEAD_DIMS, JUDGED, draw
 from common.measure.timing import GpuTimer
 from common.measure.traffic import GPUS, stage_call
 from common.measure.workloads import Workload
-from common.runtime import DEVICE
 
 
 def changed(function: Callable, **values) -> Callable:
@@ -191,8 +189,7 @@ def main(argv: list[str]):
     options = parser.parse_args(argv)
     if options.fit:
         return show_fit(json.loads(options.file.read_text()))
-    if reason := unavailable() if DEVICE == "cuda" else "needs a Hopper GPU (sm_90)":
-        raise SystemExit(f"common.measure.ways {reason}")
+    require_hopper("common.measure.ways")
     works = [
         work for work in draw(options.seed, options.count) if work.pass_ in options.pass_ and work.head_dim in options.head_dim
     ]

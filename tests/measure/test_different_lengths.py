@@ -5,7 +5,7 @@ import torch
 from cases import available
 
 import stages
-from common.measure import decoding, packed
+from common.measure import ceilings, decoding, eight, options, packed, ways
 from common.measure.baselines import BASELINES
 from common.runtime import DEVICE
 
@@ -77,8 +77,11 @@ def test_tables_compare_with_the_newest_stage():
     assert "0.90" in (found := decoding.table([record])) and "1.50" in found and "pages of 16, × flash-3" in found
 
 
-@pytest.mark.parametrize("module", [packed, decoding])
-def test_both_need_a_hopper_gpu(module, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    with pytest.raises(SystemExit, match="needs a Hopper GPU"):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("module", [packed, decoding, ceilings, eight, ways])
+def test_a_hopper_gpu_is_needed(module, device, tmp_path, monkeypatch):
+    """Also if kernels are not interpreted, and there is no GPU."""
+    monkeypatch.setattr(options, "DEVICE", device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=rf"common.measure.{module.__name__.split('.')[-1]} needs a Hopper GPU"):
         module.main([str(tmp_path / "run.json")])

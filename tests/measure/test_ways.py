@@ -92,8 +92,7 @@ def test_a_file_s_fit_is_printed(tmp_path, capsys):
 
 
 def test_only_some_workloads_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(ways, "DEVICE", "cuda")
-    monkeypatch.setattr(ways, "unavailable", lambda: None)
+    monkeypatch.setattr(ways, "require_hopper", lambda module: None)
     monkeypatch.setattr(ways, "GpuTimer", lambda: None)
     monkeypatch.setattr(ways, "measure", lambda work, timer: {"wide": 1.0})
     path = tmp_path / "ways.json"

@@ -5,10 +5,12 @@ import re
 from collections.abc import Iterable
 
 import stages
+from common.measure.workloads import HIDDEN, TOKENS
 from common.show import lead, results, tracks
 from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
 
+PACKAGES = {"xformers": "FlashAttention-3 of xformers", "flash-attn-3": "FlashAttention-3", "flash-attn-4": "FlashAttention-4"}
 HEAD_DIM = max(results.HEAD_DIMS)  # the head dimension in README.md's tables
 
 
@@ -77,16 +79,30 @@ def ladder(found: list[results.Run]) -> str:
         f"Libraries: {', '.join(libraries)}. {results.measured(used)}"
     )
     words = (
-        "A dead end is an idea that looked good but made nothing faster. Its parent has the same number: v4a starts from v4. "
+        "A dead end is an idea that looked good but gained too little. Its parent has the same number: v4a starts from v4. "
         "The workloads are the ladder's."
     )
     return "\n\n".join([main, measured, *itertools.starmap(track_table, tracks.known().items()), words, dead_ends])
 
 
+def versions(used: list[results.Run]) -> str:
+    """Return the versions of PyTorch, Triton and the libraries in these runs."""
+    found = {}
+    for machine in (run.machine for run in used):
+        of_run = {"torch, with FlashAttention-2,": machine["torch"], "Triton": machine["triton"]}
+        if machine["cudnn"]:
+            of_run["cuDNN"] = ".".join(
+                map(str, (machine["cudnn"] // 10000, machine["cudnn"] // 100 % 100, machine["cudnn"] % 100))
+            )
+        of_run |= {PACKAGES.get(name, name): version for name, version in machine["others"].items()}
+        for name, version in of_run.items():
+            found.setdefault(name, {})[version] = None
+    return ", ".join(f"{name} {' and '.join(each)}" for name, each in found.items())
+
+
 def headline(found: list[results.Run]) -> str:
-    """Return two tables about the newest measured stage: one beside the first stage and each library, and one beside the
-    fastest library, with all that was measured. Each ratio is from the newest run that has both, since a run without a fast
-    library would flatter."""
+    """Return three tables about the newest measured stage: beside the first stage and each library; beside the fastest library,
+    with all that was measured; and what was measured. Each ratio of the first table is from the newest run that has both."""
     columns = list(itertools.product(results.CODE, results.HEAD_DIMS))
     line = [name for name in stages.line() if any(name in run.names for run in found)]
     held = {name: [results.newest(found, *column, name) for column in columns] for name in line}
@@ -101,10 +117,22 @@ def headline(found: list[results.Run]) -> str:
         rate = f"{run.rate(last, results.mean_over(pass_, head_dim)):.0f} ({results.gpu_of(run.machine)})"
         rows.append([f"{PASS_NAMES[pass_]}, D = {head_dim}", rate, *(str(each[0]) if each else "-" for each in gains)])
         used += [run, *(each[1] for each in gains if each)]
-    headers = [results.spoken(last), "TFLOP/s", *(f"× {results.spoken(name)}" for name in (first, *libraries))]
-    compared, beside = lead.table(last)
-    words = (
-        "Mean (lowest), how many are slower. σ: the standard deviation of scores, else 1. No constant in the code was fitted "
-        "to the random shapes."
-    )
-    return "\n\n".join([markdown(rows, headers, (headers[0],)), compared, f"{words} {results.measured([*used, *beside])}"])
+    headers = [
+        f"{results.spoken(last)}, the newest", "TFLOP/s", *(f"× {results.spoken(name)}" for name in (first, *libraries))
+    ]  # fmt: skip
+    lead_of, used = lead.lead(last), sorted(used, key=lambda run: run.ended)
+    lengths = " and ".join(", ".join(map(str, results.MEAN_OVER)).rsplit(", ", 1))
+    facts = {
+        "no lead": lead_of.ends or "-",
+        "first table": f"float16, {lengths} tokens, full and causal; a batch has {TOKENS} tokens, and H · D = {HIDDEN}. "
+        "Geometric mean (lowest–highest)",
+        "second table": "geometric mean (lowest) over full and causal, and how many workloads are slower. float16 "
+        "and shapes as above, with 4096 tokens for σ and sinks. 100 random shapes; no constant in the code was fitted to them",
+        "σ": "standard deviation of the scores; 1 where none is named",
+        "not measured": lead_of.without or "-",
+        "versions": versions([*used, *lead_of.used]),
+        "runs": results.places(sorted([*used, *lead_of.used], key=lambda run: run.ended)),
+    }
+    first = "about both tables"
+    about = markdown(list(facts.items()), [first, ""], (first, ""))
+    return "\n\n".join([markdown(rows, headers, (headers[0],)), lead_of.table, about])

@@ -30,7 +30,7 @@ from common.show.tables import PASS_NAMES, legend
 
 WIDTH = 110  # characters in a line of a terminal
 HEAD_DIM = max(results.HEAD_DIMS)  # the head dimension of the trunk's speeds, if a line has room for one
-BAR = 6  # characters of a bar
+BAR, FASTEST_AT = 7, 6  # characters of a bar, and of the fastest library's speed
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 INDENT = "\1"  # stands for a space of a line's indentation, so that git compares it
 NO_HELPERS = ("common.operator", "common.runtime")  # stages import these for other ends than their kernels
@@ -309,8 +309,8 @@ def gains(name: str, over: str | None = None) -> dict[str, tuple[Gain | None, Ga
 
 
 def bar(share: float) -> str:
-    """Return a bar of `BAR` characters, which is full from 1 on."""
-    eighths = min(round(share * BAR * 8), BAR * 8)
+    """Return a bar of `FASTEST_AT` characters for 1, and of `BAR` characters at most."""
+    eighths = min(round(share * FASTEST_AT * 8), BAR * 8)
     return ("█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(BAR)
 
 
@@ -356,9 +356,10 @@ def print_story(track: str | None = None):
         shown.append("Tracks: from the stage where a track starts to its end, on the track's own workloads")
         shown += [*(_track_row(each, max(map(len, found))) for each in found), ""]
     about = tracks.read(track)
-    where = f"Workloads: {about.words}." if about else "" if track else f"D = {HEAD_DIM}."
+    where = f"Workloads: {about.words}." if about else "" if track else f"D = {HEAD_DIM}, float16."
     words = (
-        f"×: speed over the stage before. Bar: share of the fastest library's speed. Empty: not measured, or same code. {where}"
+        f"×: speed over the stage before. Bar: share of the fastest library's speed, 100 %: {bar(1).strip()}. "
+        f"Empty: not measured, or same code. {where}"
     )
     print(*shown, *(_wrapped(part) for part in (words, *legend("\n".join(shown)))), sep="\n")
     print(f"next: {after(stages.line(track or stages.TRUNK)[0])}")

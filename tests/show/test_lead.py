@@ -43,11 +43,15 @@ def test_each_workload_is_in_its_row_and_column(root):
     stds = [record(impl, ms, score_std=std) for std in (1.0, 2.0, 8.0) for impl, ms in ((V3, 2.0), ("flash-3", std))]
     write(root / "wide-scores-x.json", "2026-01-01", stds)
     write(root / "random-x.json", "2026-01-01", records("flash-3", 2.0))  # without the stage
-    table, used = lead.table(V3)
+    table, ends, without, used = lead.lead(V3)
     assert len(used) == 3 and "random" not in table
+    assert ends == "forward, D = 64: scores of σ = 2; backward, D = 128: a sink at the first key"
+    sinks = "a sink at the first key, a sink in the middle, a sink in the middle, in one head"
+    others = "1024 tokens, 4096 tokens, 16384 tokens, scores of σ = 2, scores of σ = 8"
+    assert without == f"FlashAttention-4: {others}; FlashAttention-3: {sinks}"
     columns = ["forward, D = 64", "forward, D = 128", "backward, D = 64", "backward, D = 128"]
-    assert cells(table, "v3 over the fastest library") == columns
-    assert cells(table, "4096 tokens, float16") == ["×2.00 (2.00)", "-", "×2.00 (2.00)", "-"] and "512 tokens" not in table
+    assert cells(table, "v3 / fastest library") == columns
+    assert cells(table, "4096 tokens") == ["×2.00 (2.00)", "-", "×2.00 (2.00)", "-"] and "512 tokens" not in table
     assert cells(table, "a sink in the middle")[3] == "×2.00 (2.00)"
     assert cells(table, "a sink in the middle, in one head")[3] == "×3.00 (3.00)"
     assert cells(table, "a sink at the first key") == ["-", "-", "-", "×1.00 (1.00)"]
@@ -57,5 +61,14 @@ def test_each_workload_is_in_its_row_and_column(root):
 
 def test_a_loss_is_marked_and_so_is_code_that_has_changed(root):
     write(root / "random-x.json", "2026-01-01", [record(V3, 2.0) | {"source": "0"}, record("flash-3", 1.0)])
-    table, _ = lead.table(V3)
+    table, ends, *_ = lead.lead(V3)
+    assert ends == "forward, D = 64: random shapes"
     assert cells(table, "random shapes") == ["×0.50 (0.50)†, 1 of 1", "-"]
+
+
+def test_the_run_with_most_libraries_counts_then_the_newest(root, monkeypatch):
+    monkeypatch.setattr(results, "GPUS", ("x", "y", "z"))
+    both = [record(V3, 1.0), record("flash-3", 3.0), record("flash-4", 4.0)]
+    for gpu, ended, found in (("x", "2026-01-01", both), ("y", "2026-01-02", both[:2]), ("z", "2026-01-03", both)):
+        write(root / f"random-{gpu}.json", ended, found if gpu != "z" else [*found[:2], record("flash-4", 2.0)])
+    assert cells(lead.lead(V3).table, "random shapes") == ["×2.00 (2.00)", "-"]

@@ -114,7 +114,7 @@ def test_a_gain_is_that_of_the_stage_s_own_workloads(monkeypatch):
 
 
 def test_bars():
-    assert [story.bar(share) for share in (0, 1 / 48, 0.5, 1, 1.2)] == ["      ", "▏     ", "███   ", "█" * 6, "█" * 6]
+    assert [story.bar(share) for share in (0, 1 / 48, 0.5, 1, 1.2)] == [" " * 7, "▏      ", "███    ", "█" * 6 + " ", "█" * 7]
 
 
 def test_speed_names_its_run_or_says_that_there_is_none():

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from cases import TILED, make_inputs
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.checks import DTYPES
@@ -98,6 +97,8 @@ def test_tensorfloat32_fails_the_bounds_of_float32():
 
 @pytest.mark.parametrize("each", [False, True], ids=["one", "one for each query"])
 def test_the_diagonal_agrees_with_pytorch_s_lower_right(each, monkeypatch):
+    from torch.nn.attention.bias import causal_lower_right  # loads the compiler of PyTorch, which takes a second
+
     diagonal = torch.full((5,), 4, device=DEVICE) if each else 4
     monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 9 * 2)  # two rows
     q, k, v, _ = make_inputs(5, 9, 16, torch.float32)

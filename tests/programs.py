@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 import types
 from pathlib import Path
 
@@ -103,7 +102,7 @@ def _end(run):
         if isinstance(stopped.code, str):
             print(stopped.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         status = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -63,7 +63,7 @@ piped = ; status=$$?; [ $$status -eq 141 ] || exit $$status
 # process, because they measure times or fill the memory. Exit status 5 (no tests) is a failure only if both runs return it.
 define run_tests
 	@spread=; if $(PYTHON) -c 'import xdist' 2>/dev/null; then spread="--numprocesses=auto --dist=worksteal"; fi; \
-	if ! $(PYTHON) -c 'from common.runtime import DEVICE; exit(DEVICE != "cuda")'; then \
+	if ! $(PYTHON) -c 'from triton.knobs import runtime; exit(runtime.interpret)'; then \
 		exec $(PYTHON) -m pytest -m "$(1)" $$spread $(of_stage) $(ARGS); fi; \
 	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )not alone" $$spread $(of_stage) $(ARGS); others=$$?; \
 	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )alone" $(of_stage) $(ARGS); alone=$$?; \

@@ -184,8 +184,9 @@ def _say_moved(found: str):
 
 def _find(name: str) -> str | None:
     """Return the directory name of the stage with this directory name or version; None if there is no such stage."""
-    known = names()
-    return name if name in known else next((stage for stage in known if version(stage) == name), None)
+    if position(name) and (directory(name) / "__init__.py").exists():
+        return name
+    return next((stage for stage in names() if name in (stage, version(stage))), None)
 
 
 def resolve(name: str) -> str:
@@ -219,7 +220,7 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{resolve(name)}")
 
 
-def parent(name: str) -> str | None:
+def parent(name: str, known: list[str] | None = None) -> str | None:
     """Return the directory name of the stage that `name` was made from; None if there is no such stage, as for the first one.
 
     `PARENT = "v26"` in a stage's `__init__.py` names its parent. Without it, the parent is the stage before it in the trunk or
@@ -227,6 +228,7 @@ def parent(name: str) -> str | None:
 
     Args:
         name: a directory name. A stage that no longer exists, in old results, counts as one without a `PARENT`.
+        known: `names()`, from callers that ask for many parents.
 
     Raises:
         SystemExit: `PARENT` names no stage, or is missing in a track's first stage.
@@ -239,7 +241,7 @@ def parent(name: str) -> str | None:
         return None
     *chain, number, letter = place
     steps = ((*chain, before, "") for before in range(number - (not letter), -1, -1))
-    at = {position(other): other for other in names()}
+    at = {position(other): other for other in known or names()}
     before = next((at[step] for step in steps if step in at and not is_experiment(at[step])), None)
     if not before and track(name) and directory(name).exists():
         raise SystemExit(
@@ -250,7 +252,8 @@ def parent(name: str) -> str | None:
 
 def children(name: str) -> list[str]:
     """Return the stages whose parent is `name`: the next step of its line first, then first steps of tracks, then others."""
-    found = [other for other in names() if parent(other) == name]
+    known = names()
+    found = [other for other in known if parent(other, known) == name]
     return sorted(found, key=lambda other: (is_experiment(other), is_dead_end(other), track(other) != track(name)))
 
 

@@ -141,10 +141,15 @@ def parts() -> list[Part]:
 
 @functools.cache
 def changed() -> frozenset[str]:
-    """Return the stages with changes since the branch left main, or since the commit before if this is main; none without git.
-    `make test STAGE=…` has its own stage."""
+    """Return the stages with `changed_files`. `make test STAGE=…` has its own stage."""
     if name := asked():
         return frozenset([name])
+    return frozenset({file.split("/")[1] for file in changed_files("stages")} & set(stages.names()))
+
+
+def changed_files(folder: str) -> list[str]:
+    """Return the files with changes since the branch left main, or since the commit before if this is main. Without git, there
+    are none."""
 
     def git(*arguments):
         root = Path(__file__).parents[1]
@@ -152,8 +157,7 @@ def changed() -> frozenset[str]:
         return done.stdout.split() if done.returncode == 0 else []
 
     base = git("merge-base", "HEAD~1", "main")
-    files = git("diff", "--name-only", *base, "--", "stages") if base else []
-    return frozenset({file.split("/")[1] for file in files} & set(stages.names()))
+    return git("diff", "--name-only", *base, "--", folder) if base else []
 
 
 def usual(names: list[str]) -> list[str]:

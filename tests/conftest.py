@@ -89,9 +89,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
     """Let garbage collections skip the million objects of modules and tests, which stay until the end."""
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _is_long(marks):

@@ -1,14 +1,16 @@
 """Run Python programs in their own processes, without loading torch for each program.
 
-Loading torch takes most of a small program's time. This file is also a script, which loads torch once and forks a process for
-each program. It imports nothing of the project: the project reads environment variables when it is imported, and each program
-has its own variables.
+Loading takes most of a small program's time. This file is also a script, which loads torch once and forks a process for each
+program. Programs with the same preparation are forks of a process that has run it. This file imports nothing of the project:
+the project reads environment variables when it is imported, and each program has its own variables.
 """
 
+import atexit
 import functools
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,8 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def python(*arguments, cwd=ROOT, **variables) -> subprocess.CompletedProcess:
+def python(*arguments, cwd=ROOT, prepare="", **variables) -> subprocess.CompletedProcess:
     """Run `python` with these arguments. The first argument is -c, -m or a script.
+
+    With -c, the code `prepare` runs first, but only once for all programs with this code. They must have equal `variables`.
 
     The program can import the project's packages. It gets this process's environment and `variables`, but not pytest-xdist's
     variables, with which pytest-benchmark would measure nothing.
@@ -28,7 +32,7 @@ def python(*arguments, cwd=ROOT, **variables) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as directory:
         said = [f"{directory}/{name}" for name in ("stdout", "stderr")]
         environment |= {"PYTHONPATH": str(ROOT)} | variables
-        print(json.dumps([[*map(str, arguments)], str(cwd), environment, said]), file=_server().stdin, flush=True)
+        print(json.dumps([prepare, [*map(str, arguments)], str(cwd), environment, said]), file=_server().stdin, flush=True)
         status = int(_server().stdout.readline())
         return subprocess.CompletedProcess(arguments, status, *(Path(path).read_text() for path in said))
 
@@ -38,15 +42,34 @@ def _server():
     return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _serve():
-    """Fork a process for each program that stdin describes, and print the process's exit status.
+def _serve(requests, answers, prepared=""):
+    """Fork a process for each program that `requests` describes, and write the process's exit status to `answers`.
 
-    In the forked process, return the program's description. In the parent, return None when stdin ends.
+    In the forked process, return the program's description. In the parent, return None when the requests end.
     """
-    for line in sys.stdin:
-        if (process := os.fork()) == 0:
-            return json.loads(line)
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    servers = {}  # code -> the requests and answers of the process that has run it
+    for line in requests:
+        prepare, *program = json.loads(line)
+        if prepare != prepared:
+            if prepare not in servers:
+                inside, outside = socket.socketpair()
+                if os.fork() == 0:
+                    outside.close()  # so that the requests end with the process that sends them
+                    os.environ.clear()
+                    os.environ.update(program[2])
+                    sys.path[:1] = [str(ROOT)]
+                    exec(prepare, vars(sys.modules["__main__"]))
+                    return _serve(inside.makefile("r"), inside.makefile("w"), prepare)
+                inside.close()
+                servers[prepare] = outside.makefile("r"), outside.makefile("w")
+            results, programs = servers[prepare]
+            print(line, end="", file=programs, flush=True)
+            status = results.readline()
+        elif (process := os.fork()) == 0:
+            return program
+        else:
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        print(int(status), file=answers, flush=True)
     return None
 
 
@@ -61,16 +84,36 @@ def _run(arguments, cwd, environment, said):
     first, *rest = arguments
     sys.argv = [first, *rest[1:]] if first == "-c" else rest if first == "-m" else arguments
     if first == "-c":
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(rest[0], vars(main))
+        exec(rest[0], vars(sys.modules["__main__"]))
     elif first == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(first, run_name="__main__")
 
 
+def _end(run):
+    """Call `run`, and end the process at once, with the status of a program. Python would first take all modules apart, which
+    takes a second."""
+    status = 0
+    try:
+        run()
+    except SystemExit as stopped:
+        status = stopped.code if isinstance(stopped.code, int) else stopped.code is not None
+        if isinstance(stopped.code, str):
+            print(stopped.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     import torch  # noqa: F401
 
-    if program := _serve():
-        _run(*program)
+    serve, run, end = _serve, _run, _end
+    sys.modules["__main__"] = types.ModuleType("__main__")  # that of the programs
+    program = serve(sys.stdin, sys.stdout)
+    end(lambda: program and run(*program))

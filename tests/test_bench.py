@@ -298,9 +298,9 @@ def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pa
 
 def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes"), save=("--json=run.json",)):
     """Run bench.py in a process of its own. `prepare` is Python code that runs first, to change `bench`."""
-    source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
+    source = f"{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
     small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", *save, "--wide"]
-    return programs.python("-c", source, *small, *arguments, cwd=directory)
+    return programs.python("-c", source, *small, *arguments, cwd=directory, prepare="import sys, torch, bench")
 
 
 def test_run_prints_the_table_and_saves_the_records(tmp_path):

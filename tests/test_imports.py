@@ -63,8 +63,8 @@ def changed():
     loaded = [name for name in set(sys.modules) - before[3] if "interpreter" in name]
     return dict(os.environ) == before[0], names, operators() == before[2], loaded
 
-unchanged = True, [], True, []
-assert changed() == unchanged, changed()
+already = changed()
+assert already == (True, [], True, []), already
 assert not torch.cuda.is_initialized() and triton.runtime.driver._active is None
 assert compiled() == ptx
 
@@ -73,9 +73,9 @@ for change in (
     "os.environ['A'] = '1'", "triton.compiler.CompiledKernel.run = 1", "torch.compile = print", "tl.sum = tl.max",
     "torch.library.impl('aten::bmm.dtype', 'CPU')(print)", "import common.interpreter.gluon",
 ):
-    already = changed()
     exec(change)
-    assert changed() != already, change
+    assert (now := changed()) != already, change
+    already = now
 """
 
 

@@ -51,6 +51,7 @@ class Driver(StandInDriver):
 triton.runtime.driver.set_active(Driver())
 triton.compiler.compile = Binary
 Autotuner.prune_configs = first_that_survives
+stages.load(stages.newest())
 
 def address(value):
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
@@ -105,7 +106,7 @@ OPTIONS = {"causal": False, "scale": 0.5}
 
 def run(program, *arguments):
     """Run PREPARE and then `program` in a new process that compiles kernels. `arguments` become its sys.argv[1:]."""
-    done = programs.python("-c", PREPARE + program, *arguments, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    done = programs.python("-c", program, *arguments, prepare=PREPARE, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -223,7 +223,7 @@ def compile_cases(cases: list[dict]) -> list[dict]:
     os.environ["TRITON_INTERPRET"] = "0"  # the new processes compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context, records = multiprocessing.get_context("forkserver"), []
-    context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
+    context.set_forkserver_preload(["common.measure.aot"])  # all processes share one import of torch and triton
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool, Progress(len(cases)) as bar:
         for found in pool.map(functools.partial(_in_own_process, context), cases):  # after Ctrl-C no further case starts
             records += found

@@ -162,7 +162,8 @@ class Run:
         self._cases = {}
         for record in self.records:
             self._cases.setdefault((record["impl"], record["pass"]), {})[Workload.of(record)] = record
-        parents = {name: stages.parent(name) for name in (stages.names() if repeats else [])}
+        known = stages.names() if repeats else []
+        parents = {name: stages.parent(name, known) for name in known}
         for (name, parent), pass_ in itertools.product(parents.items(), CODE):  # parents before their children
             theirs = self._cases.get((parent, pass_))
             if theirs and (name, pass_) not in self._cases and same_code(name, parent, pass_):

@@ -8,13 +8,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 import stages
 from common.runtime import DEVICE
 
 transformers = pytest.importorskip("transformers")
+
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 from examples import llama, long_llama  # noqa: E402
 

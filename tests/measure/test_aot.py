@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from cases import taking_lengths, taking_pages
+from cases import changed, changed_files, first_with, taking_lengths, taking_pages
 
 import stages
 from common.checks import HEAD_DIMS
@@ -28,8 +28,11 @@ LENGTHS = {"arch": (90,), "dtype": ("float16", "bfloat16"), "causal": BOTH, "len
 PACKED = LENGTHS | {"lengths": (aot.PACKED,)}
 PAGES = LENGTHS | {"lengths": (aot.PAGES,), "head_dim": (64, 128, 256)}
 EIGHT_BITS = LENGTHS | {"lengths": (aot.EIGHT_BITS,)}
-CHOSEN = [  # the default run compiles only the newest stage, and the newest stage that needs no Hopper GPU
-    (stages.newest(), {"arch": (90,), "head_dim": (64,)}), (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
+GLUON = first_with("@gluon.jit", "forward")
+CHANGED = [name for name in HOPPER if name in changed()][-1:] or [stages.newest()] * bool(changed_files("common/kernels"))
+CHOSEN = [  # the default run compiles few stages: two old ones, and one with changes
+    (ANYWHERE[-1], {"arch": (80,), "head_dim": (16,)}),
+    *((name, {"arch": (90,), "head_dim": (64,)}) for name in dict.fromkeys([GLUON, *CHANGED])),
     *(pytest.param(name, LENGTHS, marks=pytest.mark.long, id=f"{name}-lengths") for name in taking_lengths()),
     *(pytest.param(name, PACKED, marks=pytest.mark.long, id=f"{name}-packed") for name in taking_lengths("starts")),
     *(pytest.param(name, PAGES, marks=pytest.mark.long, id=f"{name}-pages") for name in taking_pages()),

@@ -6,10 +6,10 @@ import importlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from test_makefile import make
 
@@ -120,7 +120,6 @@ def test_commands_are_found():
 def test_the_stage_of_the_readme_runs_as_pasted():
     """Only the interpreter of a machine without a GPU needs a variable."""
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    environment = os.environ | {"TRITON_INTERPRET": str(int(DEVICE != "cuda"))}
-    command = [sys.executable, "-c", f"{code}\nprint(tuple(out.shape), out.isfinite().all().item())"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    program = f"{code}\nprint(tuple(out.shape), out.isfinite().all().item())"
+    run = programs.python("-c", program, TRITON_INTERPRET=str(int(DEVICE != "cuda")))
     assert run.stdout == "(1, 8, 256, 64) True\n", run.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import cases
+import programs
 import pytest
 
 import stages
@@ -88,11 +89,11 @@ def test_a_syntax_error_is_one_line_with_its_file(tree, command):
     before, line = text.split("tl.exp2(m - m_new)", 1)[0], "rescale = tl.exp2(m - m_new"
     try:
         path.write_text(text.replace("tl.exp2(m - m_new)", "tl.exp2(m - m_new", 1))
-        run = subprocess.run([sys.executable, "-m", *command], cwd=tree, capture_output=True, text=True, check=False)
+        run = programs.python("-m", *command, cwd=tree)
     finally:
         path.write_text(text)
     wanted = f"stages/v3x_copy/forward.py:{before.count(chr(10)) + 1}: '(' was never closed: {line}"
-    assert run.returncode and not run.stdout and wanted in run.stderr and run.stderr.strip().count("\n") == 0
+    assert run.returncode > 0 and not run.stdout and wanted in run.stderr and run.stderr.strip().count("\n") == 0
 
 
 def test_the_mistake_that_readers_try_makes_v3_fail(tmp_path):

@@ -121,16 +121,6 @@ def test_labels_cover_no_points_and_no_labels(page, width):
         assert all(left <= text[1] and text[3] <= right for text in texts)
 
 
-def test_a_line_under_the_chart_says_what_is_left_out(page):
-    page.goto("index.html")
-    page.wait_for_selector("#chart svg.marks")
-    page.wait_for_timeout(200)
-    before = page.inner_text("#left-out")
-    assert re.match(r"Left out: \d+ stages with their parent's forward; \d+ stages of tracks for other workloads", before)
-    page.select_option("#choices select[name=pass]", "bwd")
-    assert "their parent's backward" in page.inner_text("#left-out")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["reading", *(pytest.param(name, marks=pytest.mark.long) for name in ("v3", VERSION, "index"))]
@@ -145,7 +135,9 @@ def test_everyone_can_read_a_page(page, name, scheme):
     assert [(each["id"], node["html"][:200]) for each in serious for node in each["nodes"][:3]] == []
 
 
-def test_a_choice_changes_the_chart_and_the_address(page):
+def test_a_choice_changes_the_chart_its_line_and_the_address(page):
+    """A line under the chart says which stages it leaves out."""
+
     def bars():
         page.wait_for_selector("#chart .vega-embed svg, #chart svg.marks")
         page.wait_for_timeout(200)
@@ -153,8 +145,11 @@ def test_a_choice_changes_the_chart_and_the_address(page):
 
     page.goto("index.html")
     before = bars()
+    left_out = r"Left out: \d+ stages with their parent's {}; \d+ stages of tracks for other workloads"
+    assert re.match(left_out.format("forward"), page.inner_text("#left-out"))
     page.select_option("#choices select[name=pass]", "bwd")
     after = bars()
+    assert re.match(left_out.format("backward"), page.inner_text("#left-out"))
     assert len(before) > 15 < len(after) and after != before and "pass=bwd" in page.url
     page.reload()
     assert bars() == after and page.input_value("#choices select[name=pass]") == "bwd"

@@ -1,6 +1,7 @@
 """All stages have the same files and names, so a reader can compare them."""
 
 import ast
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -18,10 +19,15 @@ PARTS = ("forward", "backward")
 STEPS = [name for name in stages.names() if not stages.is_experiment(name)]
 
 
-@pytest.fixture(params=stages.names())
+@pytest.fixture(params=stages.names(), scope="module")
 def module(request):
     """The module of every stage, even if the stage cannot run here."""
     return stages.load(request.param)
+
+
+@functools.lru_cache(16)  # the tests of a stage follow each other
+def parsed(source):
+    return ast.parse(source)
 
 
 def test_a_stage_has_the_same_files_as_every_other(module):
@@ -72,7 +78,7 @@ def test_a_stage_with_another_s_functions_is_found(tmp_path):
 def taken_from_others(path, package):
     """Return a stage file's imports from other stages as (file, module, name). The name is None for a whole module."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(alias.name, None) for alias in node.names]
         if isinstance(node, ast.ImportFrom):
@@ -255,7 +261,7 @@ def test_a_stage_without_a_recorded_parent_follows_the_number_before():
 def by_position(source):
     """Return the places where a Gluon kernel unpacks or indexes a tuple, or computes a slot or phase with % or //."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=[_, _, _, *_])], value=ast.Name()):
                 found.append(ast.unparse(node))
@@ -280,7 +286,7 @@ def too_large(source):
     If the file is too long, also return "the file".
     """
     found = ["the file"] if source.count("\n") > 450 else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             lines, parameters = node.end_lineno + 1 - first, len(node.args.args + node.args.kwonlyargs)

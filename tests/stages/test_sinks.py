@@ -162,7 +162,7 @@ def test_failed_tiles_are_shared_out_in_turn(name, tiles, share):
     assert torch.equal(takers, torch.where(failed > 0, ranks % 5, -1).int())
 
 
-HEADS = 200 if DEVICE == "cpu" else 1000  # each head has one tile
+HEADS = 100 if DEVICE == "cpu" else 1000  # each head has one tile
 
 
 @pytest.mark.parametrize("long_work", newest_of(SAMPLING), indirect=True)

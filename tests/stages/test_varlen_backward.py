@@ -110,14 +110,14 @@ PROBLEMS = [
 ]
 WIDE_PROBLEMS = [
     (2, 1, 256, 64, HALF, True),
-    (3, 1, 64, 256, BRAIN, False),
+    (2, 1, 64, 256, BRAIN, False),
     (1, 1, 256, 256, BRAIN, BOTTOM_RIGHT),
     pytest.param((2, 2, 256, 256, HALF, False), marks=LATER),
     pytest.param((6, 2, 256, 256, HALF, True), marks=LATER),
     pytest.param((8, 1, 256, 16, BRAIN, False), marks=LATER),
     pytest.param((2, 1, 64, 256, HALF, True), marks=LATER),
     pytest.param((2, 2, 16, 256, BRAIN, True), marks=LATER),
-    (2, 1, 16, 16, HALF, True),  # falls back
+    (1, 1, 16, 16, HALF, True),  # falls back
 ]
 
 

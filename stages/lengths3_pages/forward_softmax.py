@@ -86,7 +86,7 @@ def _accumulate(
         acc = warpgroup_mma(p, matrix(ring.v.index(slot)), acc, is_async=True)  # O += P V
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # more consumers keep the tensor cores busy, and have too few registers to wait for O later
+        else:  # more consumers have too few registers to wait for O later
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)

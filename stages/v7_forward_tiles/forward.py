@@ -5,10 +5,10 @@ spend neither instructions nor registers on this, and registers limit the tiles:
 203 registers per thread, but up to 254 of 255 with addresses in registers.
 
 The tile sizes are fixed, to prepare the port to Gluon (v8): its layouts and buffers depend on them. Each tile fills the
-registers of a Hopper SM, so K and V are read less often. By itself, this is slower: an SM has room for only one program, and
-while its warps wait, no other program computes. In Gluon, the warps of one program can overlap their work. These tiles suit
-neither other GPUs, which raise an error, nor float32, which falls back to v6. So all matmuls are in 16 bits, and no dot needs a
-precision.
+registers of a Hopper SM, so K and V are read less often. By itself, this is slower, perhaps because an SM has room for only one
+program: while its warps wait, no other program computes. In Gluon, the warps of one program can overlap their work. These tiles
+suit neither other GPUs, which raise an error, nor float32, which falls back to v6. So all matmuls are in 16 bits, and no dot
+needs a precision.
 """
 
 from typing import NamedTuple

@@ -89,7 +89,7 @@ def versions(used: list[results.Run]) -> str:
     """Return the versions of PyTorch, Triton and the libraries in these runs."""
     found = {}
     for machine in (run.machine for run in used):
-        of_run = {"torch, with FlashAttention-2,": machine["torch"], "Triton": machine["triton"]}
+        of_run = {"Triton": machine["triton"], "torch (FlashAttention-2)": machine["torch"]}
         if machine["cudnn"]:
             of_run["cuDNN"] = ".".join(
                 map(str, (machine["cudnn"] // 10000, machine["cudnn"] // 100 % 100, machine["cudnn"] % 100))
@@ -114,7 +114,9 @@ def headline(found: list[results.Run]) -> str:
     rows, used = [], []
     for (pass_, head_dim), run in zip(columns, held[last], strict=True):
         gains = [results.gain(found, last, name, pass_, head_dim) for name in (first, *libraries)]
-        rate = f"{run.rate(last, results.mean_over(pass_, head_dim)):.0f} ({results.gpu_of(run.machine)})"
+        works = results.mean_over(pass_, head_dim)
+        mark = results.CHANGED * any(results.changed(run.record(last, work)) for work in works)
+        rate = f"{run.rate(last, works):.0f}{mark} ({results.gpu_of(run.machine)})"
         rows.append([f"{PASS_NAMES[pass_]}, D = {head_dim}", rate, *(str(each[0]) if each else "-" for each in gains)])
         used += [run, *(each[1] for each in gains if each)]
     headers = [
@@ -122,16 +124,16 @@ def headline(found: list[results.Run]) -> str:
     ]  # fmt: skip
     lead_of, used = lead.lead(last), sorted(used, key=lambda run: run.ended)
     lengths = " and ".join(", ".join(map(str, results.MEAN_OVER)).rsplit(", ", 1))
+    files = ", ".join(f"{part}-{results.gpu_of(run.machine).lower()}" for part, run in lead_of.runs.items())
     facts = {
-        "no lead": lead_of.ends or "-",
-        "first table": f"float16, {lengths} tokens, full and causal; a batch has {TOKENS} tokens, and H · D = {HIDDEN}. "
-        "Geometric mean (lowest–highest)",
-        "second table": "geometric mean (lowest) over full and causal, and how many workloads are slower. float16 "
-        "and shapes as above, with 4096 tokens for σ and sinks. 100 random shapes; no constant in the code was fitted to them",
-        "σ": "standard deviation of the scores; 1 where none is named",
-        "not measured": lead_of.without or "-",
-        "versions": versions([*used, *lead_of.used]),
-        "runs": results.places(sorted([*used, *lead_of.used], key=lambda run: run.ended)),
+        "mean ≤ 1.00": "; ".join(f"{column}: {', '.join(words)}" for column, words in lead_of.ends.items()) or "-",
+        "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
+        f"deviation of scores σ = 1. Geometric mean (lowest–highest). {results.places(used)}",
+        "second table": "geometric mean (lowest), and how many workloads are slower. Rows are like the first table, but for "
+        "what they name; σ and sinks have 4096 tokens. 100 random shapes in both dtypes; no constant in the code was fitted "
+        f"to them. Files of results/: {files}",
+        **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},
+        "versions": versions([*used, *lead_of.runs.values()]),
     }
     first = "about both tables"
     about = markdown(list(facts.items()), [first, ""], (first, ""))

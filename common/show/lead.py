@@ -50,30 +50,30 @@ class Lead(NamedTuple):
 
     Attributes:
         table: a row for each of `ROWS` that was measured, and a column for each pass and head dimension.
-        ends: where the stage does not lead: the columns with their rows whose mean is at most 1.00.
-        without: which rows lack a library that others have.
-        used: the runs.
+        ends: where the stage does not lead: by column, the rows whose mean is at most 1.00.
+        without: by library, the rows that lack it.
+        runs: by part of results/.
     """
 
     table: str
-    ends: str
-    without: str
-    used: list[Run]
+    ends: dict[str, list[str]]
+    without: dict[str, list[str]]
+    runs: dict[str, Run]
 
 
 def lead(name: str) -> Lead:
     """Return how fast a stage is beside the fastest library of each workload."""
-    known = {part: run for part in dict.fromkeys(itertools.chain(*(parts for parts, _ in ROWS.values())))
-             if (run := _run(part, name))}  # fmt: skip
-    columns = list(itertools.product(CODE, sorted({work.head_dim for run in known.values() for work in run.works})))
+    runs = {part: _run(part, name) for part in dict.fromkeys(itertools.chain(*(parts for parts, _ in ROWS.values())))}
+    runs = {part: run for part, run in runs.items() if run}
+    columns = list(itertools.product(CODE, sorted({work.head_dim for run in runs.values() for work in run.works})))
     spoken = {column: f"{PASS_NAMES[column[0]]}, D = {column[1]}" for column in columns}
-    rows, ends, lacking = [], {}, {}
-    libraries = dict.fromkeys(library for run in known.values() for library in run.libraries if library != "sdpa-flash")
+    libraries = dict.fromkeys(library for run in runs.values() for library in run.libraries if library != "sdpa-flash")
+    rows, ends, without = [], {}, {}
     for words, (parts, belongs) in ROWS.items():
-        runs = [known[part] for part in parts if part in known]
-        works = list(dict.fromkeys(work for run in runs for work in run.works if belongs(work)))
+        of_row = [runs[part] for part in parts if part in runs and any(map(belongs, runs[part].works))]
+        works = list(dict.fromkeys(work for run in of_row for work in run.works if belongs(work)))
         groups = {column: [work for work in works if (work.pass_, work.head_dim) == column] for column in columns}
-        cells = {column: cell(runs, name, group) for column, group in groups.items()}
+        cells = {column: cell(of_row, name, group) for column, group in groups.items()}
         if {*cells.values()} == {"-"}:
             continue
         rows.append([words, *cells.values()])
@@ -81,11 +81,7 @@ def lead(name: str) -> Lead:
             if text.startswith(("×0", "×1.00")):
                 ends.setdefault(spoken[column], []).append(words)
         for library in libraries:
-            if not all(library in run.libraries for run in runs if any(work in run.works for work in works)):
-                lacking.setdefault(results.spoken(library), []).append(words)
-    shown = markdown(
-        rows, [f"{results.spoken(name)} / fastest library", *spoken.values()], (f"{results.spoken(name)} / fastest library",)
-    )
-    joined = [{key: ", ".join(words) for key, words in found.items()} for found in (ends, lacking)]
-    texts = ["; ".join(f"{key}: {words}" for key, words in found.items()) for found in joined]
-    return Lead(shown, *texts, list(known.values()))
+            if not all(library in run.libraries for run in of_row):
+                without.setdefault(results.spoken(library), []).append(words)
+    first = f"{results.spoken(name)} / fastest library"
+    return Lead(markdown(rows, [first, *spoken.values()], (first,)), ends, without, runs)

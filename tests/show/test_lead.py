@@ -43,12 +43,12 @@ def test_each_workload_is_in_its_row_and_column(root):
     stds = [record(impl, ms, score_std=std) for std in (1.0, 2.0, 8.0) for impl, ms in ((V3, 2.0), ("flash-3", std))]
     write(root / "wide-scores-x.json", "2026-01-01", stds)
     write(root / "random-x.json", "2026-01-01", records("flash-3", 2.0))  # without the stage
-    table, ends, without, used = lead.lead(V3)
-    assert len(used) == 3 and "random" not in table
-    assert ends == "forward, D = 64: scores of σ = 2; backward, D = 128: a sink at the first key"
-    sinks = "a sink at the first key, a sink in the middle, a sink in the middle, in one head"
-    others = "1024 tokens, 4096 tokens, 16384 tokens, scores of σ = 2, scores of σ = 8"
-    assert without == f"FlashAttention-4: {others}; FlashAttention-3: {sinks}"
+    table, ends, without, runs = lead.lead(V3)
+    assert [*runs] == ["newest-d64", "wide-scores", "hidden-sinks"] and "random" not in table
+    assert ends == {"forward, D = 64": ["scores of σ = 2"], "backward, D = 128": ["a sink at the first key"]}
+    sinks = ["a sink at the first key", "a sink in the middle", "a sink in the middle, in one head"]
+    others = ["1024 tokens", "4096 tokens", "16384 tokens", "scores of σ = 2", "scores of σ = 8"]
+    assert without == {"FlashAttention-4": others, "FlashAttention-3": sinks}
     columns = ["forward, D = 64", "forward, D = 128", "backward, D = 64", "backward, D = 128"]
     assert cells(table, "v3 / fastest library") == columns
     assert cells(table, "4096 tokens") == ["×2.00 (2.00)", "-", "×2.00 (2.00)", "-"] and "512 tokens" not in table
@@ -62,7 +62,7 @@ def test_each_workload_is_in_its_row_and_column(root):
 def test_a_loss_is_marked_and_so_is_code_that_has_changed(root):
     write(root / "random-x.json", "2026-01-01", [record(V3, 2.0) | {"source": "0"}, record("flash-3", 1.0)])
     table, ends, *_ = lead.lead(V3)
-    assert ends == "forward, D = 64: random shapes"
+    assert ends == {"forward, D = 64": ["random shapes"]}
     assert cells(table, "random shapes") == ["×0.50 (0.50)†, 1 of 1", "-"]
 
 

@@ -124,14 +124,13 @@ def headline(found: list[results.Run]) -> str:
     ]  # fmt: skip
     lead_of, used = lead.lead(last), sorted(used, key=lambda run: run.ended)
     lengths = " and ".join(", ".join(map(str, results.MEAN_OVER)).rsplit(", ", 1))
-    files = ", ".join(f"{part}-{results.gpu_of(run.machine).lower()}" for part, run in lead_of.runs.items())
     facts = {
         "mean ≤ 1.00": "; ".join(f"{column}: {', '.join(words)}" for column, words in lead_of.ends.items()) or "-",
         "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
         f"deviation of scores σ = 1. Geometric mean (lowest–highest). {results.places(used)}",
         "second table": "geometric mean (lowest), and how many workloads are slower. Rows are like the first table, but for "
         "what they name; σ and sinks have 4096 tokens. 100 random shapes in both dtypes; no constant in the code was fitted "
-        f"to them. Files of results/: {files}",
+        f"to them. Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},
         "versions": versions([*used, *lead_of.runs.values()]),
     }

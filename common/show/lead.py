@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.measure.workloads import Workload
-from common.show import results, shapes
+from common.show import results
 from common.show.results import CODE, HEAD_DIMS, LENGTHS, Run
 from common.show.tables import PASS_NAMES, markdown
 
@@ -25,9 +25,21 @@ ROWS: dict[str, tuple[tuple[str, ...], Callable[[Workload], bool]]] = {
 }  # fmt: skip
 
 
+def speeds(runs: list[Run], name: str, works: list[Workload]) -> list[float]:
+    """Return a stage's speed over the fastest library's for each workload that has both times. A ratio is from one run, but two
+    libraries may be in two runs."""
+    found = {}
+    for run in runs:
+        ours = run.times(name, works)
+        for library in run.libraries:
+            for work, theirs in run.times(library, ours).items():
+                found.setdefault(work, []).append(theirs / ours[work])
+    return [min(ratios) for ratios in found.values()]
+
+
 def cell(runs: list[Run], name: str, works: list[Workload]) -> str:
     """Return the mean and the lowest of a stage's speeds over the fastest library's, and how many are slower, if any are."""
-    found = [speed for run in runs for speed in shapes.speeds(run, name, works).values()]
+    found = speeds(runs, name, works)
     if not found:
         return "-"
     records = (run.record(name, work) for run in runs for work in works)
@@ -37,12 +49,20 @@ def cell(runs: list[Run], name: str, works: list[Workload]) -> str:
     return words + f", {slower} of {len(found)}" * (slower > 0)
 
 
-def _run(part: str, name: str) -> Run | None:
-    """Return the run of a part that has the stage and the most libraries; of several such runs, the newest. Return None if
-    there is none: a run without a fast library would flatter."""
-    paths = [results.ROOT / "results" / f"{part}-{gpu}.json" for gpu in results.GPUS]
-    found = [run for path in paths if path.exists() and name in (run := results.load_run(path)).names]
-    return max(found, key=lambda run: (len(run.libraries), run.ended), default=None)
+def _runs(part: str, name: str) -> dict[str, Run]:
+    """Return the runs of a part that have the stage, by the names of their files: one, or a second one with FlashAttention-4.
+
+    Both are from one GPU, that with the most libraries, since a run without a fast library would flatter. If several GPUs have
+    as many, it is that of the newest run.
+    """
+    found = []
+    for gpu in results.GPUS:
+        paths = [results.ROOT / "results" / f"{each}-{gpu}.json" for each in (part, f"{part}-flash-4")]
+        runs = {path.stem: run for path in paths if path.exists() and name in (run := results.load_run(path)).names}
+        if runs:
+            libraries = {library for run in runs.values() for library in run.libraries}
+            found.append((len(libraries), max(run.ended for run in runs.values()), runs))
+    return max(found, key=lambda each: each[:2])[2] if found else {}
 
 
 class Lead(NamedTuple):
@@ -52,7 +72,7 @@ class Lead(NamedTuple):
         table: a row for each of `ROWS` that was measured, and a column for each pass and head dimension.
         ends: where the stage does not lead: by column, the rows whose mean is at most 1.00.
         without: by library, the rows that lack it.
-        runs: by part of results/.
+        runs: by the names of their files.
     """
 
     table: str
@@ -63,14 +83,14 @@ class Lead(NamedTuple):
 
 def lead(name: str) -> Lead:
     """Return how fast a stage is beside the fastest library of each workload."""
-    runs = {part: _run(part, name) for part in dict.fromkeys(itertools.chain(*(parts for parts, _ in ROWS.values())))}
-    runs = {part: run for part, run in runs.items() if run}
+    of_parts = {part: _runs(part, name) for part in dict.fromkeys(itertools.chain(*(parts for parts, _ in ROWS.values())))}
+    runs = {file: run for found in of_parts.values() for file, run in found.items()}
     columns = list(itertools.product(CODE, sorted({work.head_dim for run in runs.values() for work in run.works})))
     spoken = {column: f"{PASS_NAMES[column[0]]}, D = {column[1]}" for column in columns}
     libraries = dict.fromkeys(library for run in runs.values() for library in run.libraries if library != "sdpa-flash")
     rows, ends, without = [], {}, {}
     for words, (parts, belongs) in ROWS.items():
-        of_row = [runs[part] for part in parts if part in runs and any(map(belongs, runs[part].works))]
+        of_row = [run for part in parts for run in of_parts[part].values() if any(map(belongs, run.works))]
         works = list(dict.fromkeys(work for run in of_row for work in run.works if belongs(work)))
         groups = {column: [work for work in works if (work.pass_, work.head_dim) == column] for column in columns}
         cells = {column: cell(of_row, name, group) for column, group in groups.items()}
@@ -81,7 +101,7 @@ def lead(name: str) -> Lead:
             if text.startswith(("×0", "×1.00")):
                 ends.setdefault(spoken[column], []).append(words)
         for library in libraries:
-            if not all(library in run.libraries for run in of_row):
+            if not any(library in run.libraries for run in of_row):
                 without.setdefault(results.spoken(library), []).append(words)
     first = f"{results.spoken(name)} / fastest library"
     return Lead(markdown(rows, [first, *spoken.values()], (first,)), ends, without, runs)

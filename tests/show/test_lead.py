@@ -44,7 +44,7 @@ def test_each_workload_is_in_its_row_and_column(root):
     write(root / "wide-scores-x.json", "2026-01-01", stds)
     write(root / "random-x.json", "2026-01-01", records("flash-3", 2.0))  # without the stage
     table, ends, without, runs = lead.lead(V3)
-    assert [*runs] == ["newest-d64", "wide-scores", "hidden-sinks"] and "random" not in table
+    assert [*runs] == ["newest-d64-x", "wide-scores-x", "hidden-sinks-x"] and "random" not in table
     assert ends == {"forward, D = 64": ["scores of σ = 2"], "backward, D = 128": ["a sink at the first key"]}
     sinks = ["a sink at the first key", "a sink in the middle", "a sink in the middle, in one head"]
     others = ["1024 tokens", "4096 tokens", "16384 tokens", "scores of σ = 2", "scores of σ = 8"]
@@ -66,9 +66,18 @@ def test_a_loss_is_marked_and_so_is_code_that_has_changed(root):
     assert cells(table, "random shapes") == ["×0.50 (0.50)†, 1 of 1", "-"]
 
 
-def test_the_run_with_most_libraries_counts_then_the_newest(root, monkeypatch):
+def test_the_gpu_with_most_libraries_counts_then_the_newest(root, monkeypatch):
     monkeypatch.setattr(results, "GPUS", ("x", "y", "z"))
     both = [record(V3, 1.0), record("flash-3", 3.0), record("flash-4", 4.0)]
-    for gpu, ended, found in (("x", "2026-01-01", both), ("y", "2026-01-02", both[:2]), ("z", "2026-01-03", both)):
+    for gpu, ended, found in (("x", "2026-01-01", both), ("y", "2026-01-03", both[:2]), ("z", "2026-01-02", both)):
         write(root / f"random-{gpu}.json", ended, found if gpu != "z" else [*found[:2], record("flash-4", 2.0)])
     assert cells(lead.lead(V3).table, "random shapes") == ["×2.00 (2.00)", "-"]
+
+
+def test_a_library_may_be_in_a_run_of_its_own(root):
+    """Each ratio is from one run. The workload of 128 tokens was not measured with FlashAttention-4."""
+    ours = [record(V3, 1.0, seq_len=length) for length in (64, 128)]
+    write(root / "random-x.json", "2026-01-01", ours + [record("flash-3", 4.0, seq_len=length) for length in (64, 128)])
+    write(root / "random-flash-4-x.json", "2026-01-01", [record(V3, 4.0, seq_len=64), record("flash-4", 4.0, seq_len=64)])
+    table, ends, without, runs = lead.lead(V3)
+    assert cells(table, "random shapes") == ["×2.00 (1.00)", "-"] and not without and len(runs) == 2

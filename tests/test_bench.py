@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import programs
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import bench
 import stages
+from common.entry import Unavailable
 from common.measure import digest
 from common.measure.random_shapes import draw
 from common.measure.workloads import Workload
@@ -331,6 +333,29 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
     assert (machine["gpu"] is None) == (DEVICE == "cpu")
     assert set(machine["matmul_tflops"]) == ({"float16"} if DEVICE == "cuda" else set())
     assert tables(records, machine) in done.stdout and done.stdout.startswith(f"{len(records)} cases, about ")
+
+
+def test_anchors_are_measured_in_turns_and_leave_out_what_the_gpu_lacks(monkeypatch):
+    cudnn, trunk, newest = bench.ANCHORS
+    order, seconds = [], iter([1.0, 2.0, 3.0, 40.0, 5.0, 6.0] * 2)
+
+    def timed_call(impl, workload, inputs):
+        if impl == trunk:
+            raise Unavailable("needs a Hopper GPU")
+        return lambda: impl
+
+    def measure(call):
+        order.append(call())
+        return [next(seconds)], True
+
+    monkeypatch.setattr(bench.Workload, "inputs", lambda work: ())
+    monkeypatch.setattr(bench, "timed_call", timed_call)
+    monkeypatch.setattr(bench, "_gpu_timer", lambda: SimpleNamespace(measure=measure))
+    run = bench.Bench(bench.parse_options(["--reference=newest-d64"]))
+    run._measure_anchors()
+    assert order == [cudnn, newest] * 6
+    assert run.machine["anchors"] == {pass_: {cudnn: 3000.0, newest: 6000.0} for pass_ in ("fwd", "bwd")}
+    assert run.anchors and not bench.Bench(bench.parse_options(["--reference=newest-d64", "--check=only"])).anchors
 
 
 def tables(records, machine):

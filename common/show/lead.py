@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.measure.workloads import Workload
-from common.show import results
+from common.show import results, shapes
 from common.show.results import CODE, HEAD_DIMS, LENGTHS, Run
 from common.show.tables import PASS_NAMES, markdown
 
@@ -30,11 +30,9 @@ def speeds(runs: list[Run], name: str, works: list[Workload]) -> list[float]:
     libraries may be in two runs."""
     found = {}
     for run in runs:
-        ours = run.times(name, works)
-        for library in run.libraries:
-            for work, theirs in run.times(library, ours).items():
-                found.setdefault(work, []).append(theirs / ours[work])
-    return [min(ratios) for ratios in found.values()]
+        for work, speed in shapes.speeds(run, name, works).items():
+            found[work] = min(speed, found.get(work, speed))
+    return list(found.values())
 
 
 def cell(runs: list[Run], name: str, works: list[Workload]) -> str:

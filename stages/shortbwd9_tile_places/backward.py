@@ -310,12 +310,11 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, dkv_sums_ptr, tickets_ptr, counter_ptr,
     scale, heads_per_kv, head_tiles, diagonal, num_sms, tiles, shares, splits,
-    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     VALUE_DIM: gl.constexpr = v_desc.block_shape[3]
     PERSISTENT: gl.constexpr = counter_ptr is not None
-    STAGES: gl.constexpr = 2  # the tiles of two steps
     KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1  # the current tile's K and V, and the next tile's
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -397,7 +396,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS), describe_tile(dk, 64), describe_tile(dv, 64),
         dkv_sums, tickets, counter, scale, heads // kv_heads, head_tiles, diagonal, num_sms(), tiles,
-        *(ways if tiles > key_tiles else (None, None)), BLOCK_M=block_m, CAUSAL=causal, num_warps=4, maxnreg=128,
+        *(ways if tiles > key_tiles else (None, None)), BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m + (key_tiles * 2 if tiles > key_tiles else 0),](
         sums, dq, *dq.stride()[:3], scale, heads, head_tiles, seq_q, dkv_sums, *dkv, kv_heads, seq_k, tiles_m,

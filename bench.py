@@ -179,8 +179,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--reference",
         choices=GRIDS,
         help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last two "
-        "stages of the trunk, at more lengths. models: shapes of real models, and odd lengths. random, random-flash-4: random "
-        f"shapes. {of_tracks}",
+        "stages of the trunk, at more lengths. models: shapes of real models, and odd lengths. random: random shapes. "
+        f"{of_tracks}",
     )
 
     options, words = parser.parse_known_args(argv)
@@ -274,9 +274,7 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         ["--head-dim=64", "--heads=16", "--causal=no", "--seq-len=197", "--batch=64"],
         ["--head-dim=128", "--seq-len=1023,3001,5000"],
     )],
-    # FlashAttention-3 and -4 do not run in one process.
-    "random": [(["--random"], ["sdpa-cudnn", "flash-3", stages.newest()])],
-    "random-flash-4": [(["--random"], ["flash-4", stages.newest()])],
+    "random": [(["--random"], FASTEST)],
     **_track_runs(),
 }  # fmt: skip
 

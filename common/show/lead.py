@@ -18,9 +18,9 @@ ROWS: dict[str, tuple[tuple[str, ...], Callable[[Workload], bool]]] = {
     **{f"{length} tokens": (PAPERS, lambda work, length=length: work.seq_len == length) for length in LENGTHS},
     "512 to 16384 tokens, bfloat16": (tuple(f"bfloat16-d{head_dim}" for head_dim in HEAD_DIMS), lambda work: True),
     **{f"scores of σ = {std}": (("wide-scores",), lambda work, std=std: work.score_std == std) for std in STDS},
-    "a sink at the first key": (("sinks", "hidden-sinks"), lambda work: work.sink > 0 and work.sink_key == 0),
-    "a sink in the middle": (("hidden-sinks",), lambda work: work.sink_key > 0 and work.sink_head is None),
-    "a sink in the middle, in one head": (("hidden-sinks",), lambda work: work.sink_head is not None),
+    "a sink at the first key": (("sinks",), lambda work: work.sink > 0 and work.sink_key == 0),
+    "a sink in the middle": (("sinks",), lambda work: work.sink_key > 0 and work.sink_head is None),
+    "a sink in the middle, in one head": (("sinks",), lambda work: work.sink_head is not None),
     "random shapes": (("random",), lambda work: True),
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ def test_each_workload_is_in_its_row_and_column(root):
     write(root / "newest-d64-x.json", "2026-01-01", records(V3, 1.0, head_dims=[64]) + records("flash-3", 2.0, head_dims=[64]))
     kinds = {"a sink at the first key": {"sink": 8.0}, "a sink in the middle": {"sink": 8.0, "sink_key": 7},
              "a sink in the middle, in one head": {"sink": 8.0, "sink_key": 7, "sink_head": 0}, None: {}}  # fmt: skip
-    write(root / "hidden-sinks-x.json", "2026-01-01", [
+    write(root / "sinks-x.json", "2026-01-01", [
         record(impl, ms, "bwd", 128, **shape) for place, shape in enumerate(kinds.values(), start=1)
         for impl, ms in ((V3, 1.0), ("flash-4", float(place)))
     ])  # fmt: skip
@@ -44,7 +44,7 @@ def test_each_workload_is_in_its_row_and_column(root):
     write(root / "wide-scores-x.json", "2026-01-01", stds)
     write(root / "random-x.json", "2026-01-01", records("flash-3", 2.0))  # without the stage
     table, ends, without, runs = lead.lead(V3)
-    assert [*runs] == ["newest-d64-x", "wide-scores-x", "hidden-sinks-x"] and "random" not in table
+    assert [*runs] == ["newest-d64-x", "wide-scores-x", "sinks-x"] and "random" not in table
     assert ends == {"forward, D = 64": ["scores of σ = 2"], "backward, D = 128": ["a sink at the first key"]}
     sinks = ["a sink at the first key", "a sink in the middle", "a sink in the middle, in one head"]
     others = ["1024 tokens", "4096 tokens", "16384 tokens", "scores of σ = 2", "scores of σ = 8"]

@@ -129,8 +129,8 @@ def headline(found: list[results.Run]) -> str:
         "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
         f"deviation of scores σ = 1. Geometric mean (lowest–highest). {results.places(used)}",
         "second table": "geometric mean (lowest), and how many workloads are slower. Rows are like the first table, but for "
-        "what they name; σ and sinks have 4096 tokens. 100 random shapes in both dtypes; no constant in the code was fitted "
-        f"to them. Files of results/: {', '.join(lead_of.runs)}",
+        f"what they name{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}. 100 random shapes in both dtypes; no "
+        f"constant in the code was fitted to them. Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},
         "versions": versions([*used, *lead_of.runs.values()]),
     }

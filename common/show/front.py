@@ -23,18 +23,22 @@ def start(name: str) -> list[str]:
     return [f"[{stages.version(name)}](stages/{name})", text, str(lines.added + lines.removed) if lines else "-"]
 
 
-def numbers(found: list[results.Run], name: str) -> tuple[dict[str, tuple[str, str]], list[results.Run]]:
+Runs = list[results.Run]
+
+
+def numbers(found: Runs, name: str) -> tuple[dict[str, tuple[str, str]], Runs, Runs]:
     """Return a stage's gain over its parent and its share of the fastest library's speed, by pass. Also return the runs from
-    which these cells are."""
-    parent, used, cells = stages.parent(name), [], {}
+    which these cells are, and those of the shares alone."""
+    parent, used, compared, cells = stages.parent(name), [], [], {}
     for pass_ in results.CODE:
         same = parent and results.same_code(name, parent, pass_)
         gained = None if same or not parent else results.gain(found, name, parent, pass_, HEAD_DIM)
         share = results.gain(found, name, results.FASTEST, pass_, HEAD_DIM)
         used += [each[1] for each in (gained, share) if each]
+        compared += [share[1]] if share else []
         over_parent = "same code" if same else str(gained[0]) if gained else "-"
         cells[pass_] = over_parent, share[0].percent if share else "-"
-    return cells, used
+    return cells, used, compared
 
 
 def _table(first: str, rows: Iterable[list], more: list[str]) -> str:
@@ -62,25 +66,26 @@ def track_table(key: str, track: tracks.Track) -> str:
 
 def ladder(found: list[results.Run]) -> str:
     """Return the table of the trunk, then the tables of the tracks and of the dead ends."""
-    used = []
+    used, compared = [], []
 
     def rows(names):
         for name in names:
-            cells, from_ = numbers(found, name)
-            used.extend(from_)
+            cells, of_cells, of_shares = numbers(found, name)
+            used.extend(of_cells)
+            compared.extend(of_shares)
             yield [*start(name), *(cell for both in cells.values() for cell in both)]
 
     more = [f"{PASS_NAMES[pass_]} {what}" for pass_ in results.CODE for what in ("× parent", "% of fastest")]
     main = _table("stage", rows(stages.line()), more)
     dead_ends = _table("dead end", rows(filter(stages.is_dead_end, stages.names())), more)
-    libraries = dict.fromkeys(results.spoken(name) for run in used for name in run.libraries)
+    libraries = dict.fromkeys(results.spoken(name) for run in compared for name in run.libraries)
     measured = (
         f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
         f"Libraries: {', '.join(libraries)}. {results.measured(used)}"
     )
     words = (
-        "A dead end is an idea that looked good but gained too little. Its parent has the same number: v4a starts from v4. "
-        "The workloads are the ladder's."
+        "A dead end is an idea that looked good but gained too little, or lost. Its parent has the same number: v4a starts "
+        "from v4. The workloads are the ladder's."
     )
     return "\n\n".join([main, measured, *itertools.starmap(track_table, tracks.known().items()), words, dead_ends])
 
@@ -111,13 +116,17 @@ def headline(found: list[results.Run]) -> str:
     last, first = everywhere[-1], line[0]
     libraries = list(dict.fromkeys(name for run in reversed(found) for name in run.libraries))
     libraries = [name for name in libraries if any(results.newest(found, *column, last, name) for column in columns)]
-    rows, used = [], []
+    rows, used, partly = [], [], []
     for (pass_, head_dim), run in zip(columns, held[last], strict=True):
         gains = [results.gain(found, last, name, pass_, head_dim) for name in (first, *libraries)]
         works = results.mean_over(pass_, head_dim)
         mark = results.CHANGED * any(results.changed(run.record(last, work)) for work in works)
         rate = f"{run.rate(last, works):.0f}{mark} ({results.gpu_of(run.machine)})"
-        rows.append([f"{PASS_NAMES[pass_]}, D = {head_dim}", rate, *(str(each[0]) if each else "-" for each in gains)])
+        column = f"{PASS_NAMES[pass_]}, D = {head_dim}"
+        rows.append([column, rate, *(str(each[0]) if each else "-" for each in gains)])
+        for name, each in zip((first, *libraries), gains, strict=True):
+            if each and each[0].points < len(works):
+                partly.append(f"{column}, × {results.spoken(name)}: {each[0].points} of {len(works)} workloads")
         used += [run, *(each[1] for each in gains if each)]
     headers = [
         f"{results.spoken(last)}, the newest", "TFLOP/s", *(f"× {results.spoken(name)}" for name in (first, *libraries))
@@ -125,11 +134,12 @@ def headline(found: list[results.Run]) -> str:
     lead_of, used = lead.lead(last), sorted(used, key=lambda run: run.ended)
     lengths = " and ".join(", ".join(map(str, results.MEAN_OVER)).rsplit(", ", 1))
     facts = {
-        "mean ≤ 1.00": "; ".join(f"{column}: {', '.join(words)}" for column, words in lead_of.ends.items()) or "-",
+        "no lead on average": "; ".join(f"{column}: {', '.join(words)}" for column, words in lead_of.ends.items()) or "-",
         "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
-        f"deviation of scores σ = 1. Geometric mean (lowest–highest). {results.places(used)}",
+        f"deviation of scores σ = 1. Geometric mean (lowest–highest). GPUs and commits: {results.places(used)}",
+        **({"not measured everywhere": "; ".join(partly)} if partly else {}),
         "second table": "geometric mean (lowest), and how many workloads are slower. Rows are like the first table, but for "
-        f"what they name{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}. 100 random shapes in both dtypes; no "
+        f"what they name{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}. Random shapes: 100, each in one dtype; no "
         f"constant in the code was fitted to them. Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},
         "versions": versions([*used, *lead_of.runs.values()]),

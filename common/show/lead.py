@@ -1,6 +1,7 @@
 """Show how fast the newest stage is beside the fastest library of each workload, and where its lead ends."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,6 +22,8 @@ ROWS: dict[str, tuple[tuple[str, ...], Callable[[Workload], bool]]] = {
     "a sink at the first key": (("sinks",), lambda work: work.sink > 0 and work.sink_key == 0),
     "a sink in the middle": (("sinks",), lambda work: work.sink_key > 0 and work.sink_head is None),
     "a sink in the middle, in one head": (("sinks",), lambda work: work.sink_head is not None),
+    "query groups, causal": (("query-groups",), lambda work: True),
+    "shapes of real models": (("models",), lambda work: True),
     "random shapes": (("random",), lambda work: True),
 }  # fmt: skip
 
@@ -36,15 +39,26 @@ def speeds(runs: list[Run], name: str, works: list[Workload]) -> list[float]:
 
 
 def cell(runs: list[Run], name: str, works: list[Workload]) -> str:
-    """Return the mean and the lowest of a stage's speeds over the fastest library's, and how many are slower, if any are."""
+    """Return the mean and the lowest of a stage's speeds over the fastest library's, and how many are slower, if any are.
+
+    A mean within the runs' noise is "=". `works` have one pass.
+    """
     found = speeds(runs, name, works)
     if not found:
         return "-"
     records = (run.record(name, work) for run in runs for work in works)
     mark = results.CHANGED * any(results.changed(record) for record in records if record)
     slower = sum(speed < 1 for speed in found)
-    words = f"×{results.shown(statistics.geometric_mean(found))} ({results.shown(min(found))}){mark}"
+    mean = statistics.geometric_mean(found)
+    noises = [run.noise.get(works[0].pass_) for run in runs]
+    same = None not in noises and results.within(max(noises), math.log(mean), len(found))
+    words = f"{'=' if same else f'×{results.shown(mean)}'} ({results.shown(min(found))}){mark}"
     return words + f", {slower} of {len(found)}" * (slower > 0)
+
+
+def lacks(runs: list[Run], library: str, works: list[Workload]) -> bool:
+    """Return whether no run has the library's time of any of the workloads, but one has another library's."""
+    return any(run.times(results.FASTEST, works) for run in runs) and not any(run.times(library, works) for run in runs)
 
 
 def _runs(part: str, name: str) -> dict[str, Run]:
@@ -68,8 +82,8 @@ class Lead(NamedTuple):
 
     Attributes:
         table: a row for each of `ROWS` that was measured, and a column for each pass and head dimension.
-        ends: where the stage does not lead: by column, the rows whose mean is at most 1.00.
-        without: by library, the rows that lack it.
+        ends: where the stage does not lead: by column, the rows whose mean is at most 1.00 or within the noise.
+        without: by library, the rows that lack it, with the column if another column has it.
         runs: by the names of their files.
     """
 
@@ -96,10 +110,12 @@ def lead(name: str) -> Lead:
             continue
         rows.append([words, *cells.values()])
         for column, text in cells.items():
-            if text.startswith(("×0", "×1.00")):
+            if text.startswith(("×0", "×1.00", "=")):
                 ends.setdefault(spoken[column], []).append(words)
         for library in libraries:
-            if not any(library in run.libraries for run in of_row):
-                without.setdefault(results.spoken(library), []).append(words)
+            measured = [column for column, text in cells.items() if text != "-"]
+            if missing := [column for column in measured if lacks(of_row, library, groups[column])]:
+                places = [f"{words}, {spoken[column]}" for column in missing] if missing != measured else [words]
+                without.setdefault(results.spoken(library), []).extend(places)
     first = f"{results.spoken(name)} / fastest library"
     return Lead(markdown(rows, [first, *spoken.values()], (first,)), ends, without, runs)

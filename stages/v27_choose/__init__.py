@@ -1,4 +1,4 @@
-"""The host chooses the end of the track that suits the problem."""
+"""The host chooses a track's end for each problem."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

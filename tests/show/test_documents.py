@@ -57,6 +57,21 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(monkeypatch):
     assert re.search("commit old, 2026-01-01; .*, commit new, 2026-01-02", table)
 
 
+def test_the_ladder_names_the_libraries_of_its_shares_alone():
+    """v3's gain is from a run with FlashAttention-4, but v2's share from the run with more stages."""
+    most = run_of("most", "2026-01-01", *(records(name, 4.0) for name in (V0, V1, V2)), records("sdpa-cudnn", 1.0))
+    late = run_of("late", "2026-01-02", records(V2, 4.0), records(V1, 4.0), records("flash-4", 1.0))
+    assert "Libraries: cuDNN. Measured" in front.ladder([late, most])
+
+
+def test_the_headline_says_which_ratio_lacks_workloads(monkeypatch):
+    monkeypatch.setattr(front, "versions", lambda used: "")
+    few = failed(records(V0, 8.0, head_dims=[64]), 16384) + records(V0, 8.0, head_dims=[128])
+    text = front.headline([run_of("one", "2026-01-01", few, records(V1, 4.0), records("flash-3", 4.0))])
+    said = cells(text, "not measured everywhere")[0]
+    assert said == "forward, D = 64, × v0: 4 of 6 workloads; backward, D = 64, × v0: 4 of 6 workloads"
+
+
 def test_ladder_has_each_stage_once_and_dead_ends_apart():
     text, known = front.ladder([]), tracks.known()
     pieces = re.split("|".join(rf"\| {title} \|" for title in ["dead end", *(track.title for track in known.values())]), text)

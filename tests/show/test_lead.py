@@ -1,8 +1,10 @@
 """The table of the newest stage's lead shows the losses, and each workload in its row. The runs are invented."""
 
+import math
+
 import pytest
 from test_documents import cells
-from test_results import V3, records, run, write
+from test_results import V3, records, run, twice, write
 
 from common.measure.workloads import Workload
 from common.show import lead, results
@@ -22,6 +24,28 @@ def test_a_cell_has_the_mean_the_lowest_and_how_many_are_slower():
     assert lead.cell([mixed], V3, mixed.works) == "×2.00 (0.50), 1 of 2"
     assert lead.cell([found, mixed], V3, found.works + mixed.works).endswith(", 1 of 8")
     assert lead.cell([mixed], "flash-3", mixed.works[2:]) == "-"
+
+
+def test_a_mean_within_the_noise_is_an_equal_sign_and_no_lead(root):
+    """Pairs of times of the same code differ by 3 %, so a mean over six workloads that is off by 2.44 % is noise."""
+    first, again = twice(V3, 0.03)
+    ours = first + [record | {"impl": f"{V3} (again)"} for record in again]
+
+    def saved(ms):
+        return records("flash-3", ms, passes=["fwd"], head_dims=[64])
+
+    for ms, cell in ((4 * math.exp(0.0244), "= (1.02)†"), (4 * math.exp(-0.0244), "= (0.98)†, 6 of 6"), (4.2, "×1.05 (1.05)†")):
+        found = run("x", "2026-01-01", ours, saved(ms))
+        assert lead.cell([found], V3, found.works) == cell
+    write(root / "newest-d64-x.json", "2026-01-01", ours + saved(4.0))
+    assert lead.lead(V3).ends == {"forward, D = 64": ["1024 tokens", "4096 tokens", "16384 tokens"]}
+
+
+def test_a_library_may_miss_in_one_column(root):
+    shapes = {"head_dim": 64}, {"head_dim": 128}
+    found = [record(impl, 1.0, **shape) for impl in (V3, "flash-3") for shape in shapes] + [record("flash-4", 2.0)]
+    write(root / "random-x.json", "2026-01-01", found)
+    assert lead.lead(V3).without == {"FlashAttention-4": ["random shapes, forward, D = 128"]}
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ Runs = list[results.Run]
 
 def numbers(found: Runs, name: str) -> tuple[dict[str, tuple[str, str]], Runs, Runs]:
     """Return a stage's gain over its parent and its share of the fastest library's speed, by pass. Also return the runs from
-    which these cells are, and those of the shares alone."""
+    which these cells are, and the runs of the shares."""
     parent, used, compared, cells = stages.parent(name), [], [], {}
     for pass_ in results.CODE:
         same = parent and results.same_code(name, parent, pass_)

@@ -112,8 +112,8 @@ def lead(name: str) -> Lead:
         for column, text in cells.items():
             if text.startswith(("×0", "×1.00", "=")):
                 ends.setdefault(spoken[column], []).append(words)
+        measured = [column for column, text in cells.items() if text != "-"]
         for library in libraries:
-            measured = [column for column, text in cells.items() if text != "-"]
             if missing := [column for column in measured if lacks(of_row, library, groups[column])]:
                 places = [f"{words}, {spoken[column]}" for column in missing] if missing != measured else [words]
                 without.setdefault(results.spoken(library), []).extend(places)

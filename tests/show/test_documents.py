@@ -58,7 +58,7 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(monkeypatch):
 
 
 def test_the_ladder_names_the_libraries_of_its_shares_alone():
-    """v3's gain is from a run with FlashAttention-4, but v2's share from the run with more stages."""
+    """v2's gain is from a run with FlashAttention-4, but its share from the run with more stages."""
     most = run_of("most", "2026-01-01", *(records(name, 4.0) for name in (V0, V1, V2)), records("sdpa-cudnn", 1.0))
     late = run_of("late", "2026-01-02", records(V2, 4.0), records(V1, 4.0), records("flash-4", 1.0))
     assert "Libraries: cuDNN. Measured" in front.ladder([late, most])

@@ -97,7 +97,7 @@ def _tile(number, problem, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_
         wave = number // group * waves + number % group // problem.num_sms  # number of earlier waves, of all groups
         rising = tl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
     # CTAs that meet at a query tile wait for each other: the first one stores its dQ, and the others may add theirs only after
-    # that (`_take_ticket`). A causal mask keeps most CTAs apart, because each starts at its diagonal. Without a mask, all CTAs
+    # that (`_take_ticket`). A causal mask keeps those apart that start together, each at its diagonal. Without a mask, all CTAs
     # of a head would start at the same query tile, so each enters the order of query tiles at a step of its own, `entry`. Any
     # step may come first, because either all steps or none need a mask.
     entry = 0

@@ -23,10 +23,7 @@ def start(name: str) -> list[str]:
     return [f"[{stages.version(name)}](stages/{name})", text, str(lines.added + lines.removed) if lines else "-"]
 
 
-Runs = list[results.Run]
-
-
-def numbers(found: Runs, name: str) -> tuple[dict[str, tuple[str, str]], Runs, Runs]:
+def numbers(found: list[results.Run], name: str) -> tuple[dict[str, tuple[str, str]], list[results.Run], list[results.Run]]:
     """Return a stage's gain over its parent and its share of the fastest library's speed, by pass. Also return the runs from
     which these cells are, and the runs of the shares."""
     parent, used, compared, cells = stages.parent(name), [], [], {}

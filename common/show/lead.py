@@ -1,7 +1,6 @@
 """Show how fast the newest stage is beside the fastest library of each workload, and where its lead ends."""
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,25 +39,15 @@ def speeds(runs: list[Run], name: str, works: list[Workload]) -> list[float]:
 
 def cell(runs: list[Run], name: str, works: list[Workload]) -> str:
     """Return the mean and the lowest of a stage's speeds over the fastest library's, and how many are slower, if any are.
-
-    A mean within the runs' noise is "=". `works` have one pass.
-    """
+    The mean is "=" if it is within the noise of each run that has these workloads."""
     found = speeds(runs, name, works)
     if not found:
         return "-"
-    records = (run.record(name, work) for run in runs for work in works)
-    mark = results.CHANGED * any(results.changed(record) for record in records if record)
+    ratios = [ratio for run in runs if (ratio := results.ratio([run], name, results.FASTEST, works))]
+    mean = "=" if all(ratio.same for ratio in ratios) else f"×{results.shown(statistics.geometric_mean(found))}"
     slower = sum(speed < 1 for speed in found)
-    mean = statistics.geometric_mean(found)
-    noises = [run.noise.get(works[0].pass_) for run in runs]
-    same = None not in noises and results.within(max(noises), math.log(mean), len(found))
-    words = f"{'=' if same else f'×{results.shown(mean)}'} ({results.shown(min(found))}){mark}"
+    words = f"{mean} ({results.shown(min(found))}){results.CHANGED * any(ratio.changed for ratio in ratios)}"
     return words + f", {slower} of {len(found)}" * (slower > 0)
-
-
-def lacks(runs: list[Run], library: str, works: list[Workload]) -> bool:
-    """Return whether no run has the library's time of any of the workloads, but one has another library's."""
-    return any(run.times(results.FASTEST, works) for run in runs) and not any(run.times(library, works) for run in runs)
 
 
 def _runs(part: str, name: str) -> dict[str, Run]:
@@ -114,7 +103,7 @@ def lead(name: str) -> Lead:
                 ends.setdefault(spoken[column], []).append(words)
         measured = [column for column, text in cells.items() if text != "-"]
         for library in libraries:
-            if missing := [column for column in measured if lacks(of_row, library, groups[column])]:
+            if missing := [each for each in measured if not any(run.times(library, groups[each]) for run in of_row)]:
                 places = [f"{words}, {spoken[column]}" for column in missing] if missing != measured else [words]
                 without.setdefault(results.spoken(library), []).extend(places)
     first = f"{results.spoken(name)} / fastest library"

@@ -38,7 +38,10 @@ def test_a_mean_within_the_noise_is_an_equal_sign_and_no_lead(root):
         found = run("x", "2026-01-01", ours, saved(ms))
         assert lead.cell([found], V3, found.works) == cell
     write(root / "newest-d64-x.json", "2026-01-01", ours + saved(4.0))
-    assert lead.lead(V3).ends == {"forward, D = 64": ["1024 tokens", "4096 tokens", "16384 tokens"]}
+    write(root / "newest-d128-x.json", "2026-01-01", [record(V3, 1.0, head_dim=128), record("flash-3", 2.0, head_dim=128)])
+    table, ends, *_ = lead.lead(V3)
+    assert ends == {"forward, D = 64": ["1024 tokens", "4096 tokens", "16384 tokens"]}
+    assert cells(table, "4096 tokens")[:2] == ["= (1.00)†", "×2.00 (2.00)"]  # the second run has not measured its noise
 
 
 def test_a_library_may_miss_in_one_column(root):

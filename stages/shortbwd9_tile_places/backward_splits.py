@@ -5,10 +5,10 @@ With few K/V heads or keys, key tiles are fewer than SMs. A few more than fit in
 causal mask, the longest key tile may take longer than an SM's mean work.
 
 With a causal mask, CTAs start at different diagonals, so Q, dO and dQ of all query heads of their K/V heads are in use at a
-time. The order of query tiles (see `_tile`) brings CTAs together only for some lengths. If CTAs of a key tile take different
-heads, fewer heads are in use, and they stay in the L2 cache. Splits would keep all heads in use, so steps are split only if
-each share has one head. Without a mask, CTAs take the same query tiles at about the same time in any case, and shares take as
-long as splits.
+time. The order of query tiles (see `_tile`) brings CTAs together only if groups of heads fill whole waves. If CTAs of a key
+tile take different heads, fewer heads are in use, and they stay in the L2 cache. Splits would keep all heads in use, so steps
+are split only if each share has one head. Without a mask, CTAs take the same query tiles at about the same time in any case,
+and shares take as long as splits.
 """
 
 import functools
@@ -21,6 +21,7 @@ MAX_SPLITS = 8  # of a share; a K/V head has at most as many shares as query hea
 # end adds dK and dV. A key tile's accumulators are zeroed, read again and rounded.
 COSTS = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (4, 9)}
 CROWDED = 1.2  # how much longer steps take if they read from memory what the L2 cache could hold (results/shares-h100.json)
+FULL = 0.9  # a group of heads fills its waves if it has this share of their CTAs
 GAIN = 0.93  # several CTAs work on a key tile only if this is expected to take less than GAIN of the time
 
 
@@ -29,6 +30,13 @@ def _ways(heads_per_kv) -> list[tuple[int, int]]:
     """Return all numbers of shares and splits except (1, 1), those with the fewest CTAs first."""
     ways = [(shares, 1) for shares in range(2, heads_per_kv + 1) if heads_per_kv % shares == 0]
     return ways + [(heads_per_kv, splits) for splits in range(2, MAX_SPLITS + 1)]
+
+
+def _fills_waves(tiles, key_tiles, seq_q, width, num_sms) -> bool:
+    """Return whether a group of heads (see `tile_and_head`) fills its waves, so that waves with different orders do not mix.
+    Of all `tiles`, `key_tiles` have the same head."""
+    group = min(key_tiles * max(L2_BUDGET.value // (8 * width) // seq_q, 1), tiles)
+    return group >= FULL * num_sms * cdiv(group, num_sms)
 
 
 def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagonal, num_sms) -> tuple[int, int]:
@@ -43,8 +51,8 @@ def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagona
         ctas, heads = shares * splits, heads_per_kv // shares
         most = cdiv(longest, ctas) + start
         waves = max(tiles * (mean + start * ctas) / (num_sms * most), 1) if causal else cdiv(tiles * ctas, num_sms)
-        spread = causal and heads > 1  # CTAs are at different query tiles
-        if spread and heads * seq_q * 8 * width > L2_BUDGET.value:  # bytes of Q, dO and dQ's accumulator
+        spread = causal and heads > 1 and not _fills_waves(tiles * shares, cdiv(seq_k, 128), seq_q, width, num_sms)
+        if spread and heads * seq_q * 8 * width > L2_BUDGET.value:  # bytes of the heads' Q, dO and dQ's accumulator
             waves *= CROWDED
         return waves * most + tiles * sums / num_sms
 

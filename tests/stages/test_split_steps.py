@@ -196,9 +196,10 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
     assert splits(1, 1, 65536, 100) == names_in(name, "backward")["MAX_SPLITS"]
     # The longest tile takes longer than the mean SM. And only one head of 8 leaves room for others in the L2 cache.
     assert splits(156, 8, 9920, 9920, causal=True) == (8 if divides_heads(name) else 2)
-    if divides_heads(name):  # also in many waves, unless the heads of a K/V head all fit
+    if divides_heads(name):  # also in many waves, unless the heads of a K/V head all fit, or a group of heads fills its waves
         assert splits(16 * 66, 8, 8448, 8448, causal=True) == 8
         assert splits(126 * 11, 8, 1344, 1344, causal=True) == 1
+        assert splits(16 * 64, 8, 8192, 8192, causal=True) == splits(8 * 256, 8, 32768, 32768, causal=True) == 1
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys
 
@@ -221,7 +222,8 @@ def test_key_tiles_are_split_as_after_a_full_search(name):
             most = -(-longest // ctas) + cost
             waves = max(tiles * (mean + cost * ctas) / (132 * most), 1) if causal else -(-tiles * ctas // 132)
             if divides and causal and heads > 1 and heads * seq_q * 8 * width > L2_BUDGET.value:
-                waves *= names["CROWDED"]
+                whole = names["_fills_waves"](tiles * shares, -(-seq_k // 128), seq_q, width, 132)
+                waves *= 1 if whole else names["CROWDED"]
             return (waves * most + tiles * added / 132) * (names["GAIN"] if ctas == 1 else 1)
 
         shared = [(shares, 1) for shares in range(1, heads_per_kv + 1) if heads_per_kv % shares == 0] if divides else [(1, 1)]

@@ -203,7 +203,7 @@ def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.conste
 @gluon.jit
 def slot_and_phase(n, slots: gl.constexpr):
     """Return the slot of the n-th use of a ring, counted from 0, and the parity (0 or 1) of this use's phase."""
-    if slots & (slots - 1) == 0:  # a power of two; signed division takes more registers, and loops spilled some
+    if slots & (slots - 1) == 0:  # n % slots would take more registers, which the main loops of backwards lack
         return n & (slots - 1), (n & slots) // slots
     return n % slots, n // slots & 1
 

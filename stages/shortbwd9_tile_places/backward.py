@@ -373,8 +373,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     head_tiles = cdiv(seq_q, block_m)
     key_tiles = cdiv(seq_k, 128) * batch * kv_heads
     tiles_m = head_tiles * batch * heads
-    width = max(head_dim, value_dim)
-    ways = shares, splits = splits_of(key_tiles, heads // kv_heads, seq_q, seq_k, width, block_m, causal, diagonal, num_sms())
+    ways = shares, splits = splits_of(
+        key_tiles, heads // kv_heads, seq_q, seq_k, 6 * head_dim + 2 * value_dim, block_m, causal, diagonal, num_sms()
+    )  # fmt: skip
     tiles = key_tiles * shares * splits
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA
     # would start only after that. At D = 128, persistent CTAs are slower for long masked rows.

@@ -17,11 +17,11 @@ from common.kernels.order import L2_BUDGET, mean_keys
 from common.layout import cdiv
 
 MAX_SPLITS = 8  # of a share; a K/V head has at most as many shares as query heads
-# Costs in steps of one SM, by the larger of D and Dv, fitted to results/ways-h100.json. A CTA's start loads K and V, and its
-# end adds dK and dV. A key tile's accumulators are zeroed, read again and rounded.
-COSTS = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (4, 9)}
+# Costs in steps of one SM, by the queries of a step, fitted to results/ways-h100.json. A CTA's start loads K and V, and its end
+# adds dK and dV. A key tile's accumulators are zeroed, read again and rounded.
+COSTS = {128: (2, 4), 64: (4, 9)}
 CROWDED = 1.2  # how much longer steps take if they read from memory what the L2 cache could hold (results/shares-h100.json)
-FULL = 0.9  # a group of heads fills its waves if it has this share of their CTAs
+FULL = 0.9  # a wave is full if it has this part of its CTAs; 0.8 does not suffice (results/shares-lengths-h100.json)
 GAIN = 0.93  # several CTAs work on a key tile only if this is expected to take less than GAIN of the time
 
 
@@ -32,31 +32,35 @@ def _ways(heads_per_kv) -> list[tuple[int, int]]:
     return ways + [(heads_per_kv, splits) for splits in range(2, MAX_SPLITS + 1)]
 
 
-def _fills_waves(tiles, key_tiles, seq_q, width, num_sms) -> bool:
-    """Return whether a group of heads (see `tile_and_head`) fills its waves, so that waves with different orders do not mix.
-    Of all `tiles`, `key_tiles` have the same head."""
-    group = min(key_tiles * max(L2_BUDGET.value // (8 * width) // seq_q, 1), tiles)
-    return group >= FULL * num_sms * cdiv(group, num_sms)
+def _fills_waves(tiles, group, num_sms) -> bool:
+    """Return whether each group of work tiles (see `tile_and_head`) fills its last wave. Then waves with different orders do
+    not mix. `tiles` is the number of all work tiles, and `group` that of a group."""
+    return (min(group, tiles) - 1) % num_sms + 1 >= FULL * num_sms
 
 
-def splits_of(tiles, heads_per_kv, seq_q, seq_k, width, block_m, causal, diagonal, num_sms) -> tuple[int, int]:
-    """Return the number of shares of a key tile, and the number of splits of a share: (1, 1) if key tiles fill the GPU evenly
-    and few query heads are in use. A step has block_m queries.
+def splits_of(tiles, heads_per_kv, seq_q, seq_k, row_bytes, block_m, causal, diagonal, num_sms) -> tuple[int, int]:
+    """Return the number of shares of a key tile, and the number of splits of a share: (1, 1) if key tiles fill the GPU evenly,
+    and few query heads are in use or CTAs that run together use the same query tiles.
+
+    Args:
+        row_bytes: ROW_BYTES of `_tile`.
+        block_m: the queries of a step.
+
     Without a mask, all CTAs take the same time, in waves. With one, the CTA with the most steps bounds the time, and so does
     the mean work of an SM."""
     longest = cdiv(seq_q - max(-diagonal, 0) if causal else seq_q, block_m) * heads_per_kv
     mean = max(mean_keys(seq_k, seq_q, seq_q - seq_k + diagonal, 128) / block_m, 1) * heads_per_kv  # keys and queries swapped
+    fitting = max(L2_BUDGET.value // row_bytes // seq_q, 1)  # heads of a group: their Q, dO and dQ's accumulator fit
 
     def time(shares, splits, start, sums):
         ctas, heads = shares * splits, heads_per_kv // shares
         most = cdiv(longest, ctas) + start
         waves = max(tiles * (mean + start * ctas) / (num_sms * most), 1) if causal else cdiv(tiles * ctas, num_sms)
-        spread = causal and heads > 1 and not _fills_waves(tiles * shares, cdiv(seq_k, 128), seq_q, width, num_sms)
-        if spread and heads * seq_q * 8 * width > L2_BUDGET.value:  # bytes of the heads' Q, dO and dQ's accumulator
+        if causal and heads > fitting and not _fills_waves(tiles * shares, fitting * cdiv(seq_k, 128), num_sms):
             waves *= CROWDED
         return waves * most + tiles * sums / num_sms
 
-    start, sums = COSTS[width]
+    start, sums = COSTS[block_m]
     best, least = (1, 1), GAIN * time(1, 1, 0, 0)
     for shares, splits in _ways(heads_per_kv):
         if tiles * ((mean if causal else longest) + start * shares * splits + sums) / num_sms > least:

@@ -37,3 +37,9 @@ def test_other_gpus_and_the_stage_to_use_instead_are_named(monkeypatch, arch, in
 def test_the_newest_stage_is_recommended_where_all_run(arch):
     with interpreted_as(Device(architecture=arch)):
         assert hopper.unavailable() is None and stages.recommended() == NEWEST
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_uses_of_a_ring_take_slots_in_turn_and_each_round_changes_the_phase(slots):
+    found = [hopper.slot_and_phase.fn(n, slots) for n in range(4 * slots)]
+    assert found == [(slot, phase) for phase in (0, 1, 0, 1) for slot in range(slots)]

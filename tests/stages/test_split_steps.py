@@ -180,8 +180,8 @@ def test_wide_tiles_are_not_shared_if_results_must_be_deterministic(split):
 
 @pytest.mark.parametrize("name", SPLITTING)
 def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
-    def splits(tiles, heads_per_kv, seq_q, seq_k, causal=False, diagonal=0):
-        tile = () if is_wide(name) else (128, 64)  # D, and the queries of a step
+    def splits(tiles, heads_per_kv, seq_q, seq_k, causal=False, diagonal=0, row_bytes=1024):
+        tile = () if is_wide(name) else (row_bytes if divides_heads(name) else 128, 64)  # or D; and the queries of a step
         found = names_in(name, "backward")["splits_of"](tiles, heads_per_kv, seq_q, seq_k, *tile, causal, diagonal, 132)
         if not divides_heads(name):
             return found
@@ -200,6 +200,9 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
         assert splits(16 * 66, 8, 8448, 8448, causal=True) == 8
         assert splits(126 * 11, 8, 1344, 1344, causal=True) == 1
         assert splits(16 * 64, 8, 8192, 8192, causal=True) == splits(8 * 256, 8, 32768, 32768, causal=True) == 1
+        assert splits(8 * 192, 8, 24576, 24576, causal=True) == 8  # the second of two waves is half full
+        # At D = 64, Dv = 128, a group has three heads, not two as at D = 128, and fills one and a half waves.
+        assert splits(8 * 64, 8, 8192, 8192, causal=True, row_bytes=6 * 64 + 2 * 128) == 4
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys
 
@@ -209,8 +212,8 @@ def test_key_tiles_are_split_as_after_a_full_search(name):
     """The stage stops its search when more CTAs can only cost more. A search over all divisions finds the same."""
     splits_of = names_in(name, "backward")["splits_of"]
     names, wide, divides = splits_of.__globals__, is_wide(name), divides_heads(name)
-    width, keys = (256, 64) if wide else (128, 128)
-    start, sums = names["COSTS"] if wide else names["COSTS"][width]
+    keys, row_bytes = (64, None) if wide else (128, 1024)
+    start, sums = names["COSTS"] if wide else (4, 9)  # at D = 128
 
     def searched(tiles, heads_per_kv, seq_q, seq_k, causal, diagonal):
         longest = -(-seq_q // 64) * heads_per_kv
@@ -221,9 +224,10 @@ def test_key_tiles_are_split_as_after_a_full_search(name):
             cost, added = (start, sums) if ctas > 1 else (0, 0)
             most = -(-longest // ctas) + cost
             waves = max(tiles * (mean + cost * ctas) / (132 * most), 1) if causal else -(-tiles * ctas // 132)
-            if divides and causal and heads > 1 and heads * seq_q * 8 * width > L2_BUDGET.value:
-                whole = names["_fills_waves"](tiles * shares, -(-seq_k // 128), seq_q, width, 132)
-                waves *= 1 if whole else names["CROWDED"]
+            if divides and causal and heads > 1 and heads * seq_q * row_bytes > L2_BUDGET.value:
+                group = min(max(L2_BUDGET.value // row_bytes // seq_q, 1) * -(-seq_k // keys), tiles * shares)
+                last = group % 132 or 132  # CTAs of a group's last wave
+                waves *= 1 if last >= names["FULL"] * 132 else names["CROWDED"]
             return (waves * most + tiles * added / 132) * (names["GAIN"] if ctas == 1 else 1)
 
         shared = [(shares, 1) for shares in range(1, heads_per_kv + 1) if heads_per_kv % shares == 0] if divides else [(1, 1)]
@@ -236,7 +240,7 @@ def test_key_tiles_are_split_as_after_a_full_search(name):
         heads_per_kv, causal = draw.choice([1, 1, 2, 3, 8, 16]), draw.random() < 0.5
         tiles = -(-seq_k // keys) * draw.choice([1, 2, 8, 16, 40])
         diagonal = draw.choice([0, max(seq_k - seq_q, 0)]) if causal else 0
-        tile = () if wide else (width, 64)  # D, and the queries of a step
+        tile = () if wide else (row_bytes if divides else 128, 64)  # or D; and the queries of a step
         found = splits_of(tiles, heads_per_kv, seq_q, seq_k, *tile, causal, diagonal, 132)
         shape = tiles, heads_per_kv, seq_q, seq_k, causal, diagonal
         assert (found if divides else (1, found)) == searched(*shape), shape

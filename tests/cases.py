@@ -141,10 +141,10 @@ def parts() -> list[Part]:
 
 @functools.cache
 def changed() -> frozenset[str]:
-    """Return the stages with `changed_files`. `make test STAGE=…` has its own stage."""
+    """Return the stages with changed code (see `changed_files`). `make test STAGE=…` has its own stage."""
     if name := asked():
         return frozenset([name])
-    return frozenset({file.split("/")[1] for file in changed_files("stages")} & set(stages.names()))
+    return frozenset({file.split("/")[1] for file in changed_files("stages") if file.endswith(".py")} & set(stages.names()))
 
 
 def changed_files(folder: str) -> list[str]:

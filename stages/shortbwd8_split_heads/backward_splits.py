@@ -39,7 +39,7 @@ def _ways(heads_per_kv) -> list[tuple[int, int]]:
 
 def _fills_waves(tiles, group, num_sms) -> bool:
     """Return whether each group of work tiles (see `tile_and_head`) fills its last wave. Then waves with different orders do
-    not mix. `tiles` is the number of all work tiles, and `group` that of a group."""
+    not mix. There are `tiles` work tiles, `group` of them in a group."""
     return (min(group, tiles) - 1) % num_sms + 1 >= FULL * num_sms
 
 

@@ -1,5 +1,7 @@
 """Forwards that choose the sizes of their tiles are right with tiles of 192 rows and of 32 keys. The host reaches each size."""
 
+import itertools
+
 import pytest
 import torch
 from cases import available, make_inputs, names_in, once, set_names
@@ -8,7 +10,7 @@ import stages
 from common import recording
 from common.checks import BOTTOM_RIGHT, diagonal
 from common.measure.reference import assert_correct, plain, truth
-from common.runtime import Device, interpreted_as
+from common.runtime import INTERPRETED, Device, interpreted_as
 
 CHOOSING = once([name for name in stages.names() if "queries_of" in names_in(name)], "forward")
 
@@ -41,13 +43,21 @@ def test_each_number_of_rows_is_chosen(heads, seq_q, seq_k, causal, queries, nam
     assert sizes_of(heads, seq_q, seq_k, 0, causal, 128, 128, 132).queries == 128
 
 
-@pytest.mark.parametrize("name", CHOOSING)
-@pytest.mark.parametrize(("seq_q", "seq_k", "causal", "head_dim", "value_dim", "dtype"), [
+OF_192 = [  # (queries, keys, causal, head_dim, value_dim, dtype)
     *((seq, seq, causal, 64, 64, torch.float16) for seq in (1, 191, 192, 193, 374, 544) for causal in (False, True)),
     (193, 374, BOTTOM_RIGHT, 64, 64, torch.bfloat16),  # the first tile starts before query 0
     (374, 193, True, 32, 64, torch.float16),
     (200, 65, False, 64, 16, torch.bfloat16),
-])  # fmt: skip
+]  # fmt: skip
+
+
+def of_192():
+    """Yield each stage with each problem. The interpreter's default run takes every second one; the next stage, the others."""
+    for (place, name), (turn, problem) in itertools.product(enumerate(CHOOSING), enumerate(OF_192)):
+        yield pytest.param(*problem, name, marks=[pytest.mark.long] if INTERPRETED and (place + turn) % 2 else [])
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k", "causal", "head_dim", "value_dim", "dtype", "name"), [*of_192()])
 def test_tiles_of_192_rows_are_right(seq_q, seq_k, causal, head_dim, value_dim, dtype, name, monkeypatch):
     """Two CTAs share the tiles of three heads, so a CTA computes several tiles."""
     stage = available(name)

@@ -63,11 +63,11 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
 def numbers():
     """Yield each stage with each problem and each number of splits.
 
-    The interpreter's default run takes one case in five of the newest stage, and about three of each other stage. The next
-    stage gets other cases.
+    The interpreter's default run takes one case in nine of the newest stage, and one or two of each other stage. The next stage
+    gets other cases.
     """
     for place, name in enumerate(SPLITTING):
-        every = 5 if name == SPLITTING[-1] else 16
+        every = 9 if name == SPLITTING[-1] else 32
         for i, (number, problem) in enumerate(itertools.product((1, 2, 3, 9, 40), PROBLEMS)):
             marks = [pytest.mark.long] if INTERPRETED and (i + i // len(PROBLEMS) + place) % every else []
             yield pytest.param(name, number, problem, id=f"{name}-{number}-{problem}", marks=marks)

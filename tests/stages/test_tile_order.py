@@ -42,7 +42,7 @@ def set_share(monkeypatch, function, share):
         monkeypatch.setattr(ordered, "__defaults__", (share, *ordered.__defaults__[1:]))
 
 
-@pytest.fixture(params=ORDERED)
+@pytest.fixture(params=usual(ORDERED))
 def ordered(request, monkeypatch):
     """A stage with an order of tiles, on a pretended GPU with one SM. The L2 cache holds K and V of two heads."""
     set_share(monkeypatch, order.tile_and_head, 2 * KV_BYTES)

@@ -98,10 +98,10 @@ PROBLEMS = [
     (4, 1, 128, 128, BRAIN, True),
     (2, 1, 256, 256, HALF, BOTTOM_RIGHT),
     pytest.param((16, 1, 64, 64, BRAIN, False), marks=pytest.mark.long),
-    (4, 1, 64, 64, BRAIN, False),
+    pytest.param((4, 1, 64, 64, BRAIN, False), marks=pytest.mark.long),
     (2, 2, 128, 64, HALF, False),
     (2, 1, 64, 128, BRAIN, True),
-    (3, 1, 256, 64, BRAIN, False),
+    pytest.param((3, 1, 256, 64, BRAIN, False), marks=pytest.mark.long),
     (2, 2, 16, 32, HALF, True),
 ]
 

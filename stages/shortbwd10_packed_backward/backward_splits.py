@@ -5,10 +5,10 @@ With few K/V heads or keys, key tiles are fewer than SMs. A few more than fit in
 causal mask, the longest key tile may take longer than an SM's mean work.
 
 With a causal mask, CTAs start at different diagonals, so Q, dO and dQ of all query heads of their K/V heads are in use at a
-time. The order of query tiles (see `_tile`) brings CTAs together only if groups of heads fill whole waves. If CTAs of a key
-tile take different heads, fewer heads are in use, and they stay in the L2 cache. Splits would keep all heads in use, so steps
-are split only if each share has one head. Without a mask, CTAs take the same query tiles at about the same time in any case,
-and shares take as long as splits.
+time. The order of query tiles (see `_tile`) should bring CTAs together only if groups of heads fill whole waves. If CTAs of a
+key tile take different heads, fewer heads are in use, and they stay in the L2 cache. Splits would keep all heads in use, so
+steps are split only if each share has one head. Without a mask, CTAs take the same query tiles at about the same time in any
+case, and shares take as long as splits.
 """
 
 import functools
@@ -38,18 +38,14 @@ def _fills_waves(tiles, group, num_sms) -> bool:
     return (min(group, tiles) - 1) % num_sms + 1 >= FULL * num_sms
 
 
-def splits_of(tiles, heads_per_kv, seq_q, seq_k, row_bytes, block_m, causal, diagonal, num_sms) -> tuple[int, int]:
+def splits_of(tiles, heads_per_kv, seq_q, seq_k, head_dim, value_dim, block_m, causal, diagonal, num_sms) -> tuple[int, int]:
     """Return the number of shares of a key tile, and the number of splits of a share: (1, 1) if key tiles fill the GPU evenly,
-    and few query heads are in use or CTAs that run together use the same query tiles.
-
-    Args:
-        row_bytes: ROW_BYTES of `_tile`.
-        block_m: the queries of a step.
-
+    and few query heads are in use or CTAs that run together use the same query tiles. A step has block_m queries.
     Without a mask, all CTAs take the same time, in waves. With one, the CTA with the most steps bounds the time, and so does
     the mean work of an SM."""
     longest = cdiv(seq_q - max(-diagonal, 0) if causal else seq_q, block_m) * heads_per_kv
     mean = max(mean_keys(seq_k, seq_q, seq_q - seq_k + diagonal, 128) / block_m, 1) * heads_per_kv  # keys and queries swapped
+    row_bytes = 6 * head_dim + 2 * value_dim  # ROW_BYTES of `_tile`
     fitting = max(L2_BUDGET.value // row_bytes // seq_q, 1)  # heads of a group: their Q, dO and dQ's accumulator fit
 
     def time(shares, splits, start, sums):

@@ -410,7 +410,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles_m = cdiv(seq_q, block_m) * batch * heads
     key_tiles = cdiv(seq_k, 128) * batch * kv_heads
     ways = shares, splits = splits_of(
-        key_tiles, heads // kv_heads, seq_q, seq_k, 6 * head_dim + 2 * value_dim, block_m, causal, diagonal, num_sms()
+        key_tiles, heads // kv_heads, seq_q, seq_k, head_dim, value_dim, block_m, causal, diagonal, num_sms()
     )  # fmt: skip
     tiles = key_tiles * shares * splits
     # An SM holds one CTA. A persistent CTA loads its next tile while the last one's dQ still leaves shared memory. A new CTA

@@ -48,8 +48,8 @@ def choice(
         splits = splits_of_wide(tiles, heads // kv_heads, seq_q, seq_k, causal, diagonal, num_sms())
     else:
         block_m = 64 if width == 128 else 128  # queries of a step
-        row_bytes = 6 * head_dim + 2 * value_dim
-        splits = math.prod(splits_of(tiles, heads // kv_heads, seq_q, seq_k, row_bytes, block_m, causal, diagonal, num_sms()))
+        sizes = tiles, heads // kv_heads, seq_q, seq_k, head_dim, value_dim, block_m
+        splits = math.prod(splits_of(*sizes, causal, diagonal, num_sms()))
     return Choice(
         *homes,
         _in_words(f"{chosen.queries} queries", chosen.tiles, chosen.splits),

@@ -180,8 +180,9 @@ def test_wide_tiles_are_not_shared_if_results_must_be_deterministic(split):
 
 @pytest.mark.parametrize("name", SPLITTING)
 def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
-    def splits(tiles, heads_per_kv, seq_q, seq_k, causal=False, diagonal=0, row_bytes=1024):
-        tile = () if is_wide(name) else (row_bytes if divides_heads(name) else 128, 64)  # or D; and the queries of a step
+    def splits(tiles, heads_per_kv, seq_q, seq_k, causal=False, diagonal=0, dims=(128, 128)):
+        # The larger of D and Dv, or both; and the queries of a step
+        tile = () if is_wide(name) else (*(dims if divides_heads(name) else (max(dims),)), 64)
         found = names_in(name, "backward")["splits_of"](tiles, heads_per_kv, seq_q, seq_k, *tile, causal, diagonal, 132)
         if not divides_heads(name):
             return found
@@ -202,7 +203,7 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
         assert splits(16 * 64, 8, 8192, 8192, causal=True) == splits(8 * 256, 8, 32768, 32768, causal=True) == 1
         assert splits(8 * 192, 8, 24576, 24576, causal=True) == 8  # the second of two waves is half full
         # At D = 64, Dv = 128, a group has three heads, not two as at D = 128, and fills one and a half waves.
-        assert splits(8 * 64, 8, 8192, 8192, causal=True, row_bytes=6 * 64 + 2 * 128) == 4
+        assert splits(8 * 64, 8, 8192, 8192, causal=True, dims=(64, 128)) == 4
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys
 
@@ -240,7 +241,7 @@ def test_key_tiles_are_split_as_after_a_full_search(name):
         heads_per_kv, causal = draw.choice([1, 1, 2, 3, 8, 16]), draw.random() < 0.5
         tiles = -(-seq_k // keys) * draw.choice([1, 2, 8, 16, 40])
         diagonal = draw.choice([0, max(seq_k - seq_q, 0)]) if causal else 0
-        tile = () if wide else (row_bytes if divides else 128, 64)  # or D; and the queries of a step
+        tile = () if wide else (128, *[128] * divides, 64)  # D, and Dv if the stage takes it; and the queries of a step
         found = splits_of(tiles, heads_per_kv, seq_q, seq_k, *tile, causal, diagonal, 132)
         shape = tiles, heads_per_kv, seq_q, seq_k, causal, diagonal
         assert (found if divides else (1, found)) == searched(*shape), shape

@@ -37,7 +37,7 @@ def _table(run: dict, records: list[dict]) -> str:
         rows.append([PASS_NAMES[r["pass"]], mask(r["causal"]), r["ranks"], f"{r['seq_len']:,}", spoken(r["impl"]), *cells])
     parts = [markdown(rows, headers, ("pass", "mask", "attention"))]
     if any(r.get("launch_hidden") is False for r in records):
-        parts.append("\\* The CPU was not ahead of the GPU, so this time includes CPU time.")
+        parts.append("\\* This time may include CPU time.")
     notes = (f"{spoken(r['impl'])}, {r['ranks']} GPUs, S = {r['seq_len']:,}: {r['note']}" for r in records if r.get("note"))
     return "\n\n".join([*parts, *dict.fromkeys(notes)])
 

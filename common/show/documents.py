@@ -154,7 +154,8 @@ def track_gains(name: str) -> str:
         return f"{what}Not measured yet."
     table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
     # docs/reading.md explains †
-    caption = [f"{what}Measured on {results.places(found)}.", *legend(table.replace(results.CHANGED, ""))]
+    measured = f"{what}Measured on {results.places(found)}.{tracks.unmeasured(key)}"
+    caption = [measured, *legend(table.replace(results.CHANGED, ""))]
     return f"{' '.join(caption)}\n\n{table}"
 
 

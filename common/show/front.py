@@ -57,7 +57,7 @@ def track_table(key: str, track: tracks.Track) -> str:
     facts = [f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}."]
     facts += [f"Libraries: {', '.join(libraries)}."] if libraries else []
     measured = any(cell != "-" for row in rows for cell in row[3:])
-    facts.append(f"Measured on {results.places(found)}." if measured else "Not measured yet.")
+    facts.append(f"Measured on {results.places(found)}.{tracks.unmeasured(key)}" if measured else "Not measured yet.")
     return f"{' '.join(facts)}\n\n{_table(track.title, rows, headers)}"
 
 
@@ -77,11 +77,11 @@ def ladder(found: list[results.Run]) -> str:
     dead_ends = _table("dead end", rows(filter(stages.is_dead_end, stages.names())), more)
     libraries = dict.fromkeys(results.spoken(name) for run in compared for name in run.libraries)
     measured = (
-        f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
+        f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, causal and not. "
         f"Libraries: {', '.join(libraries)}. {results.measured(used)}"
     )
     words = (
-        "A dead end is an idea that looked good but gained too little, or lost. Its parent has the same number: v4a starts "
+        "A dead end looked good, but gained too little, or lost. Its parent has the same number: v4a starts "
         "from v4. The workloads are the ladder's."
     )
     return "\n\n".join([main, measured, *itertools.starmap(track_table, tracks.known().items()), words, dead_ends])
@@ -135,9 +135,10 @@ def headline(found: list[results.Run]) -> str:
         "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
         f"deviation of scores σ = 1. Geometric mean (lowest–highest). GPUs and commits: {results.places(used)}",
         **({"not measured everywhere": "; ".join(partly)} if partly else {}),
-        "second table": "geometric mean (lowest), and how many workloads are slower. Rows are like the first table, but for "
-        f"what they name{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}. Random shapes: 100, each in one dtype; no "
-        f"constant in the code was fitted to them. Files of results/: {', '.join(lead_of.runs)}",
+        "second table": "geometric mean (lowest), and how many workloads are slower. Rows of lengths are like the first table, "
+        f"with what they name{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}; only those have FlashAttention-2, "
+        "up to D = 128. Random shapes: 100, each in one dtype; no constant in the code was fitted to them. Files of results/: "
+        f"{', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},
         "versions": versions([*used, *lead_of.runs.values()]),
     }

@@ -21,8 +21,8 @@ ROWS: dict[str, tuple[tuple[str, ...], Callable[[Workload], bool]]] = {
     "a sink at the first key": (("sinks",), lambda work: work.sink > 0 and work.sink_key == 0),
     "a sink in the middle": (("sinks",), lambda work: work.sink_key > 0 and work.sink_head is None),
     "a sink in the middle, in one head": (("sinks",), lambda work: work.sink_head is not None),
-    "query groups, causal": (("query-groups",), lambda work: True),
-    "shapes of real models": (("models",), lambda work: True),
+    "64 heads on 8 K/V heads, causal": (("query-groups",), lambda work: True),
+    "models, odd lengths, bfloat16": (("models",), lambda work: True),
     "random shapes": (("random",), lambda work: True),
 }  # fmt: skip
 

@@ -50,6 +50,12 @@ def runs_of(key: str) -> list[Run]:
     return [results.load_run(path) for path in map(results.run_file, track.runs if track else ()) if path.exists()]
 
 
+def unmeasured(key: str) -> str:
+    """Return a sentence that names the parts of a track's benchmark without a file in results/; "" if all have one."""
+    missing = [part for part in read(key).runs if not results.run_file(part).exists()]
+    return f" Not measured yet: {', '.join(missing)}." * bool(missing)
+
+
 def gain(key: str, new: str, old: str) -> results.Gain | None:
     """Return `new`'s speed divided by `old`'s speed over a track's workloads. Return None if no workload was measured with
     both. `old` may be `results.FASTEST`."""

@@ -135,10 +135,10 @@ def headline(found: list[results.Run]) -> str:
         "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
         f"deviation of scores σ = 1. Geometric mean (lowest–highest). GPUs and commits: {results.places(used)}",
         **({"not measured everywhere": "; ".join(partly)} if partly else {}),
-        "second table": "geometric mean (lowest), and how many workloads are slower. Rows of lengths are like the first table, "
-        f"with what they name{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}; only those have FlashAttention-2, "
-        "up to D = 128. Random shapes: 100, each in one dtype; no constant in the code was fitted to them. Files of results/: "
-        f"{', '.join(lead_of.runs)}",
+        "second table": "geometric mean (lowest), and how many workloads are slower. Rows of lengths have the first table's "
+        f"shapes at that length{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}; only rows of lengths have "
+        "FlashAttention-2, up to D = 128. Random shapes: 100, each in one dtype; no constant in the code was fitted to them. "
+        f"Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},
         "versions": versions([*used, *lead_of.runs.values()]),
     }

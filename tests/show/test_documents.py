@@ -116,6 +116,14 @@ def test_a_stage_of_a_track_shows_its_gain_on_the_track_s_benchmark(track):
     assert cells(shown, "[made1](stages/made1_a)")[-2:] == ["×2.00 (2.00–2.00)", "50 %"]
 
 
+def test_a_track_s_parts_without_a_file_are_named(track, monkeypatch, tmp_path):
+    said = ("Measured on X, here. Not measured yet: made.", "Measured on X, here.")
+    for file, words in zip((tmp_path / "missing.json", tmp_path), said, strict=True):
+        monkeypatch.setattr(results, "run_file", lambda part, file=file: file)
+        for text in (front.track_table("made", tracks.read("made")), documents.gain_table("made2_b")):
+            assert f"{words}\n\n|" in text
+
+
 def test_workloads_are_grouped_by_what_distinguishes_them():
     """All workloads with one query have 64 keys, so groups by keys would tell nothing more."""
     shape = {"batch": 1, "heads": 4, "head_dim": 64, "causal": False, "dtype": "float16"}

@@ -204,6 +204,8 @@ def test_key_tiles_are_split_if_they_do_not_fill_the_gpu_evenly(name):
         assert splits(8 * 192, 8, 24576, 24576, causal=True) == 8  # the second of two waves is half full
         # At D = 64, Dv = 128, a group has three heads, not two as at D = 128, and fills one and a half waves.
         assert splits(8 * 64, 8, 8192, 8192, causal=True, dims=(64, 128)) == 4
+        # One K/V head has 64 tiles for each share, so two shares are a group, which fills a wave.
+        assert splits(64, 16, 8192, 8192, causal=True) == 4
     assert splits(64 * 32, 1, 4096, 4096, causal=True) == 1
     assert splits(4, 4, 64, 512, causal=True, diagonal=448) == splits(4, 4, 64, 512)  # all queries see nearly all keys
 

@@ -102,6 +102,7 @@ def track(tmp_path, monkeypatch):
              records(name, ms, passes=["fwd"], head_dims=[64])]  # fmt: skip
     found = [record | {"ms": 1.0} if (record["impl"], record["seq_len"]) == ("made2_b", 1024) else record for record in found]
     monkeypatch.setattr(tracks, "runs_of", lambda key: [run_of("here", "2026-01-01", found)])
+    monkeypatch.setattr(results, "run_file", lambda part: tmp_path)
 
 
 def test_a_stage_of_a_track_shows_its_gain_on_the_track_s_benchmark(track):
@@ -112,15 +113,15 @@ def test_a_stage_of_a_track_shows_its_gain_on_the_track_s_benchmark(track):
     assert cells(table, "1024 queries") == ["×2.00 (2.00–2.00)", "×4.00 (4.00–4.00)", "100 %"]
     assert cells(table, "causal") == ["×1.26 (1.00–2.00)", "×2.52 (2.00–4.00)", "63 %"] and "D = 64" not in table
     shown = front.track_table("made", tracks.read("made"))
+    assert "Measured on X, here.\n\n|" in shown
     assert cells(shown, f"[v3](stages/{V3})")[-2:] == ["-", "25 %"]
     assert cells(shown, "[made1](stages/made1_a)")[-2:] == ["×2.00 (2.00–2.00)", "50 %"]
 
 
 def test_a_track_s_parts_without_a_file_are_named(track, monkeypatch, tmp_path):
-    said = ("Measured on X, here. Not measured yet: made.", "Measured on X, here.")
-    for file, words in zip((tmp_path / "missing.json", tmp_path), said, strict=True):
-        monkeypatch.setattr(results, "run_file", lambda part, file=file: file)
-        assert f"{words}\n\n|" in front.track_table("made", tracks.read("made"))
+    monkeypatch.setattr(results, "run_file", lambda part: tmp_path / "missing.json")
+    assert "Measured on X, here. Not measured yet: made.\n\n|" in front.track_table("made", tracks.read("made"))
+    assert documents.gain_table("made1_a").startswith("The track's benchmark: some words. Not measured yet: made. Measured")
 
 
 def test_workloads_are_grouped_by_what_distinguishes_them():

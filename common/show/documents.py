@@ -149,12 +149,14 @@ def track_gains(name: str) -> str:
         gains = [results.ratio(found, name, old, group) for old in columns.values()]
         share = results.ratio(found, name, results.FASTEST, group)
         rows[words] = [str(gain or "-") for gain in gains] + [share.percent if share else "-"]
-    what = f"The track's benchmark: {tracks.read(key).words}.{tracks.unmeasured(key)} " * (name == stages.line(key)[0])
+    is_first = name == stages.line(key)[0]
+    what = f"The track's benchmark: {tracks.read(key).words}. " * is_first
     if all(row[0] == "-" for row in rows.values()):
         return f"{what}Not measured yet."
     table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
     # docs/reading.md explains †
-    caption = [f"{what}Measured on {results.places(found)}.", *legend(table.replace(results.CHANGED, ""))]
+    measured = f"{what}Measured on {results.places(found)}.{tracks.unmeasured(key) * is_first}"
+    caption = [measured, *legend(table.replace(results.CHANGED, ""))]
     return f"{' '.join(caption)}\n\n{table}"
 
 

@@ -29,7 +29,7 @@ AGAIN = " (again)"  # ends the name of a stage that a run measures twice
 LEAST_PAIRS = 6  # a run has a noise band if it has at least this many pairs of times of the same code
 CHANGED = "†"  # marks a number whose code has changed since
 LEGEND = {
-    "=": "=: the mean is within the noise.",
+    "=": "=: within the noise.",
     CHANGED: f"{CHANGED}: the code of the stage or its parent has changed since the run.",
 }
 SPOKEN = {

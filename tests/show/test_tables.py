@@ -93,7 +93,7 @@ def test_ratios_within_the_noise_are_equal_signs_and_changed_code_is_marked():
     assert len(rows(table, f"{V3} †")) == 6 and table.count("\n\n=: ") == table.count("\n\n†: ") == 1
     text = summary(records + [record(V2, 1.01, s) for s in lengths], GPU, V3)
     assert "forward: 1.01 times as fast (1.01–1.01), which is within the noise" in text and "again" not in text
-    assert "=: the mean" in text
+    assert "\n=: within the noise." in text
 
 
 def test_a_summary_names_what_was_not_measured():

@@ -1,6 +1,6 @@
 """Measure attention of packed sequences: the newest stage, libraries, and the same sequences padded.
 
-    python -m common.measure.packed results/packed-h100.json   # on a Hopper GPU
+    python -m common.measure.packed results/packed-h200.json   # on a Hopper GPU
 
 Lengths are drawn as in a text corpus: log-normal, from 50 to 8192 tokens. The cases are in bfloat16, with 32 query heads.
 """

@@ -15,7 +15,7 @@ from common.measure import files, terminal, traffic
 from common.measure.counter import Launch
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
-from common.show import counts, front, results, tracks, worked
+from common.show import counts, front, packed, results, tracks, worked
 from common.show.profiles import energy_table, traffic_table, units_table
 from common.show.scaling import scaling_passage, scaling_tables
 from common.show.story import without_notes
@@ -163,7 +163,7 @@ def track_gains(name: str) -> str:
 # generated passages that a stage's README may have
 PASSAGES = {
     "traffic": traffic_of_step, "gain": gain_table, "steps": worked.steps, "row": worked.softmax_by_hand,
-    "order": worked.order_by_keys, "programs": worked.order_by_queries,
+    "order": worked.order_by_keys, "programs": worked.order_by_queries, "packed": packed.table,
 }  # fmt: skip
 KEPT = (  # the files of results/ whose tables are committed; `make table` prints the tables of any file
     "wide-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2"

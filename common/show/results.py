@@ -34,7 +34,7 @@ LEGEND = {
 }
 SPOKEN = {
     "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "flash-3": "FlashAttention-3", "flash-4": "FlashAttention-4",
-    "cudnn-e4m3": "cuDNN in 8 bits",
+    "cudnn-e4m3": "cuDNN in 8 bits", "flash-2": "FlashAttention-2",
 }  # fmt: skip
 
 

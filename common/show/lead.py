@@ -28,12 +28,10 @@ ROWS: dict[str, tuple[tuple[str, ...], Callable[[Workload], bool]]] = {
 
 
 def speeds(runs: list[Run], name: str, works: list[Workload]) -> list[float]:
-    """Return a stage's speed over the fastest library's for each workload that has both times. A ratio is from one run, but two
-    libraries may be in two runs."""
+    """Return a stage's speed over the fastest library's for each workload that has both times in one of the runs."""
     found = {}
     for run in runs:
-        for work, speed in shapes.speeds(run, name, works).items():
-            found[work] = min(speed, found.get(work, speed))
+        found |= shapes.speeds(run, name, works)
     return list(found.values())
 
 
@@ -50,20 +48,16 @@ def cell(runs: list[Run], name: str, works: list[Workload]) -> str:
     return words + f", {slower} of {len(found)}" * (slower > 0)
 
 
-def _runs(part: str, name: str) -> dict[str, Run]:
-    """Return the runs of a part that have the stage, by the names of their files: one, or a second one with FlashAttention-4.
+def _run(part: str, name: str) -> dict[str, Run]:
+    """Return the run of a part that has the stage, by the name of its file.
 
-    Both are from one GPU, that with the most libraries, since a run without a fast library would flatter. If several GPUs have
-    as many, it is that of the newest run.
+    If the runs of several GPUs have it, return that with the most libraries, since a run without a fast library would flatter.
+    If several have as many, return the newest of them.
     """
-    found = []
-    for gpu in results.GPUS:
-        paths = [results.ROOT / "results" / f"{each}-{gpu}.json" for each in (part, f"{part}-flash-4")]
-        runs = {path.stem: run for path in paths if path.exists() and name in (run := results.load_run(path)).names}
-        if runs:
-            libraries = {library for run in runs.values() for library in run.libraries}
-            found.append((len(libraries), max(run.ended for run in runs.values()), runs))
-    return max(found, key=lambda each: each[:2])[2] if found else {}
+    paths = [results.ROOT / "results" / f"{part}-{gpu}.json" for gpu in results.GPUS]
+    runs = {path.stem: run for path in paths if path.exists() and name in (run := results.load_run(path)).names}
+    best = max(runs, key=lambda file: (len(runs[file].libraries), runs[file].ended), default=None)
+    return {best: runs[best]} if best else {}
 
 
 class Lead(NamedTuple):
@@ -84,7 +78,7 @@ class Lead(NamedTuple):
 
 def lead(name: str) -> Lead:
     """Return how fast a stage is beside the fastest library of each workload."""
-    of_parts = {part: _runs(part, name) for part in dict.fromkeys(itertools.chain(*(parts for parts, _ in ROWS.values())))}
+    of_parts = {part: _run(part, name) for part in dict.fromkeys(itertools.chain(*(parts for parts, _ in ROWS.values())))}
     runs = {file: run for found in of_parts.values() for file, run in found.items()}
     columns = list(itertools.product(CODE, sorted({work.head_dim for run in runs.values() for work in run.works})))
     spoken = {column: f"{PASS_NAMES[column[0]]}, D = {column[1]}" for column in columns}

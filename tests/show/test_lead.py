@@ -99,12 +99,3 @@ def test_the_gpu_with_most_libraries_counts_then_the_newest(root, monkeypatch):
     for gpu, ended, found in (("x", "2026-01-01", both), ("y", "2026-01-03", both[:2]), ("z", "2026-01-02", both)):
         write(root / f"random-{gpu}.json", ended, found if gpu != "z" else [*found[:2], record("flash-4", 2.0)])
     assert cells(lead.lead(V3).table, "random shapes") == ["×2.00 (2.00)", "-"]
-
-
-def test_a_library_may_be_in_a_run_of_its_own(root):
-    """Each ratio is from one run. The workload of 128 tokens was not measured with FlashAttention-4."""
-    ours = [record(V3, 1.0, seq_len=length) for length in (64, 128)]
-    write(root / "random-x.json", "2026-01-01", ours + [record("flash-3", 4.0, seq_len=length) for length in (64, 128)])
-    write(root / "random-flash-4-x.json", "2026-01-01", [record(V3, 4.0, seq_len=64), record("flash-4", 4.0, seq_len=64)])
-    table, ends, without, runs = lead.lead(V3)
-    assert cells(table, "random shapes") == ["×2.00 (1.00)", "-"] and not without and len(runs) == 2

@@ -1,6 +1,6 @@
 """Measure a decoding loop: every step, each sequence has one more key in its cache, and one query attends to all of them.
 
-    python -m common.measure.decoding results/decoding-loop-h100.json   # on a Hopper GPU
+    python -m common.measure.decoding results/decoding-loop-h200.json   # on a Hopper GPU
     python -m common.measure.decoding --stage lengths5,lengths3 steps.json   # two stages
 
 The lengths stay on the device, and a step adds 1 to them there. Steps are timed one after the other, launched one by one and as

@@ -2,7 +2,7 @@
 
 python -m common.show.compare  # the last two runs
 python -m common.show.compare 3 before --stage v3  # the run with the id 0003, and the run saved as `before`
-python -m common.show.compare results/random-300-h100.json results/random-300-h200.json
+python -m common.show.compare results/newest-d128-h200.json 7 --stage newest
 """
 
 import json

@@ -368,8 +368,11 @@ def gpu_of(machine: dict) -> str:
 
 
 def places(found: Iterable[Run]) -> str:
-    """Return the GPUs and commits of these runs, shortened, once each."""
-    return "; ".join(dict.fromkeys(f"{gpu_of(run.machine)}, {short_commit(run.machine['commit'])}" for run in found))
+    """Return the GPUs of these runs, each with the commits that were measured on it, shortened."""
+    commits = {}
+    for run in found:
+        commits.setdefault(gpu_of(run.machine), {})[short_commit(run.machine["commit"])] = None
+    return "; ".join(", ".join([gpu, *each]) for gpu, each in commits.items())
 
 
 def measured(found: Iterable[Run]) -> str:

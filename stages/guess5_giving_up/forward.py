@@ -34,10 +34,10 @@ from stages.v6_tile_order.forward import forward as forward_of_v6
 from .forward_scheduler import (
     NextTiles,
     Problem,
+    _gives_up,
     _key_tiles,
     _next,
     _next_again,
-    _often_failed,
     _pass_on,
     _started,
     _state,
@@ -157,7 +157,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         if MODE == "again":
             failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, started, state)
         # NOTE: each CTA's first tile starts before any tile has failed; guess6 tests samples before these tiles.
-        elif _often_failed(number, state):
+        elif _gives_up(number, state):
             number = tiles
         else:
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
@@ -369,7 +369,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     width = max(head_dim, value_dim)
     tiles = cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
     programs = min(tiles, num_sms())
-    state = lse.new_zeros(2 + tiles, dtype=torch.int32)  # see `State`
+    state = lse.new_zeros(3 + tiles, dtype=torch.int32)  # see `State`
     # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both.
     for mode, shape in (("guess", TILES[width]), ("again", TILES_AGAIN[width])):
         _forward_kernel[programs,](

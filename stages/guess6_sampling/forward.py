@@ -36,11 +36,11 @@ from .forward_scheduler import (
     LATELY,
     NextTiles,
     Problem,
+    _gives_up,
     _key_tiles,
     _leave,
     _next,
     _next_again,
-    _often_failed,
     _pass_on,
     _started,
     _state,
@@ -138,7 +138,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         failed, number = _next_again(gl.to_tensor(0), number, started, state)
         _pass_on(number, next_tiles, Q_STAGES)  # the consumers need not search themselves
     if MODE == "guess":
-        if _often_failed(number, state):  # most guesses would fail, so this CTA computes no tile
+        if _gives_up(number, state):  # most guesses would fail, so this CTA computes no tile
             _leave(number, state)
             number = tiles
         _pass_on(number, next_tiles, Q_STAGES)
@@ -164,7 +164,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         # Ask late, while the last V waits for its slot. If CTAs asked when a tile begins, long tiles would follow long tiles.
         if MODE == "again":
             failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, started, state)
-        elif _often_failed(number, state):
+        elif _gives_up(number, state):
             number = tiles
         else:
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
@@ -376,7 +376,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     width = max(head_dim, value_dim)
     tiles = cdiv(seq_q + diagonal % 64, TILES[width].queries) * batch * heads
     programs = min(tiles, num_sms())
-    state = lse.new_empty(2 + LATELY.value + tiles, dtype=torch.int32)  # see `State`; `_sample_kernel` zeroes it
+    state = lse.new_empty(3 + LATELY.value + tiles, dtype=torch.int32)  # see `State`; `_sample_kernel` zeroes it
     # NOTE: for short rows, samples and two launches take longer than a running maximum; guess7 takes one launch.
     # NOTE: the next launch waits until these samples are done; in guess8 it starts and loads before.
     _sample_kernel[min(LATELY.value, num_sms()),](

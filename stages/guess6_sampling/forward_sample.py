@@ -18,10 +18,11 @@ SAMPLE_LIMIT = 9
 
 @gluon.jit
 def _clear(sample, samples, tiles, state):
-    """Zero the counter and the flags of the tiles. Each sample's CTA zeroes a share of the flags."""
+    """Zero the counter and all flags but the samples'. Each sample's CTA zeroes a share of the tiles' flags."""
     if sample == 0:
         gl.store(state.counter, 0)
         gl.store(state.any_failed, 0)
+        gl.store(state.given_up, 0)
     layout: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 128], [32], [4], [0])
     share = gl.cdiv(tiles, samples)
     for start in range(0, share, LOOKED_AT):

@@ -37,11 +37,11 @@ from .forward_scheduler import (
     LATELY,
     NextTiles,
     Problem,
+    _gives_up,
     _key_tiles,
     _leave,
     _next,
     _next_again,
-    _often_failed,
     _pass_on,
     _started,
     _state,
@@ -141,7 +141,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         failed, number = _next_again(gl.to_tensor(0), number, started, state)
         _pass_on(number, next_tiles, Q_STAGES)  # the consumers need not search themselves
     if MODE == "guess":
-        if _often_failed(number, state):  # most guesses would fail, so this CTA computes no tile
+        if _gives_up(number, state):  # most guesses would fail, so this CTA computes no tile
             _leave(number, state)
             number = tiles
         _pass_on(number, next_tiles, Q_STAGES)
@@ -169,7 +169,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, started, state)
         elif MODE == "running":
             number += gl.num_programs(0)
-        elif _often_failed(number, state):
+        elif _gives_up(number, state):
             number = tiles
         else:
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
@@ -415,7 +415,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if not is_short(tiles, seq_q, seq_k, diagonal, causal, first, width, num_sms()):
         # The second launch computes the tiles that the first leaves. A tile's number means the same rows in both.
         launches = [("guess", first), ("again", again)]
-        state = lse.new_empty(2 + LATELY.value + tiles, dtype=torch.int32)  # see `State`; `_sample_kernel` zeroes it
+        state = lse.new_empty(3 + LATELY.value + tiles, dtype=torch.int32)  # see `State`; `_sample_kernel` zeroes it
         # NOTE: the next launch waits until these samples are done; in guess8 it starts and loads before.
         _sample_kernel[min(LATELY.value, num_sms()),](
             describe_tile(q, 64), describe_tile(k, first.keys), describe_tile(k, FIRST_KEYS), state, scale, SAMPLE_LIMIT,

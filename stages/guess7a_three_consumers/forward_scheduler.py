@@ -23,6 +23,7 @@ class State(NamedTuple):
 
     counter: gl.tensor  # tiles taken so far, except each CTA's first tile
     any_failed: gl.tensor  # 1 if the second launch has work
+    given_up: gl.tensor  # 1 if the CTAs of the first launch take no further tiles
     sample_failed: gl.tensor  # LATELY flags of samples, directly before those of the tiles
     tile_failed: gl.tensor  # a flag for each tile
 
@@ -84,7 +85,7 @@ def _tile(number, problem, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
 @gluon.jit
 def _state(state_ptr):
     """Return the pointers of `State`."""
-    return State(state_ptr, state_ptr + 1, state_ptr + 2, state_ptr + 2 + LATELY)
+    return State(state_ptr, state_ptr + 1, state_ptr + 2, state_ptr + 3, state_ptr + 3 + LATELY)
 
 
 @gluon.jit
@@ -127,13 +128,22 @@ def _next_again(failed, skip, started, state):
 
 
 @gluon.jit
-def _often_failed(number, state):
-    """Return whether more than a quarter of LATELY earlier tiles failed. The latest LATELY tiles do not count, because they may
-    still run. For the first tiles, the samples count as earlier tiles."""
+def _gives_up(number, state):
+    """Return whether a CTA takes no further tile after tile `number`: more than a quarter of LATELY earlier tiles failed, or
+    another CTA has given up. The latest LATELY tiles do not count, because they may still run. For the first tiles, the
+    samples count as earlier tiles.
+
+    Failed tiles often lie close together, as the tiles of a head do. So without the second rule, a few CTAs that look at other
+    tiles would compute all further tiles alone.
+    """
+    given_up = gl.load(state.given_up, volatile=True)
     # The samples' flags lie directly before the tiles' flags. So this window slides from the ones to the others.
     before = gl.maximum(number + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(state.sample_failed + before, volatile=True)
-    return gl.sum(failed, 0) * 4 > LATELY
+    often = gl.sum(failed, 0) * 4 > LATELY
+    if often:
+        gl.store(state.given_up, 1)
+    return often | (given_up != 0)
 
 
 @gluon.jit

@@ -96,15 +96,17 @@ class Recorded:
     The second launch repeats the failed tiles. The flags of `samples` samples stand before the tiles' flags.
     """
 
-    def __init__(self, kernel, samples):
-        self.kernel, self._samples = kernel, samples
+    def __init__(self, kernel, samples, gives_up):
+        self.kernel, self._sizes = kernel, [1, 1, gives_up, samples]
 
     def __getitem__(self, grid):
         def launch(*args, MODE, **options):
             if MODE == "again":
                 named = dict(zip(self.kernel.arg_names, args, strict=False))
                 state = named["state_ptr"]
-                counter, _, self.samples, self.failed = state.split([1, 1, self._samples, len(state) - 2 - self._samples])
+                counter, _, self.given_up, self.samples, self.failed = state.split(
+                    [*self._sizes, len(state) - sum(self._sizes)]
+                )
                 self.programs, self.begun = grid[0], grid[0] + counter.item()
             return self.kernel[grid](*args, MODE=MODE, **options)
 
@@ -113,8 +115,8 @@ class Recorded:
 
 @pytest.fixture
 def recorded(long_work, monkeypatch):
-    samples = SAMPLES if long_work.__name__.removeprefix("stages.") in SAMPLING else 0
-    kernel = Recorded(long_work.forward.__globals__["_forward_kernel"], samples)
+    name = long_work.__name__.removeprefix("stages.")
+    kernel = Recorded(long_work.forward.__globals__["_forward_kernel"], SAMPLES * (name in SAMPLING), name in GIVING_UP)
     monkeypatch.setitem(long_work.forward.__globals__, "_forward_kernel", kernel)
     return kernel
 
@@ -213,7 +215,7 @@ def test_all_flags_are_zero_before_the_first_tile(long_work, monkeypatch):
         samples = min(SAMPLES, num_sms())
         q, k, v, _ = make_inputs(256 * 520 * samples, 20, 16, batch=1, heads=1)
         long_work.forward(q, k, v, causal=False, scale=0.25)
-    assert len(kernel.flags) - 2 - SAMPLES > names_in(SAMPLING[0])["LOOKED_AT"].value * samples
+    assert len(kernel.flags) - 3 - SAMPLES > names_in(SAMPLING[0])["LOOKED_AT"].value * samples
     assert not kernel.flags.any()
 
 
@@ -240,3 +242,34 @@ def test_a_few_tiles_that_fail_stop_nothing(long_work, recorded):
     check(long_work, q, k, v, False)
     assert recorded.begun >= HEADS
     assert recorded.failed.sum() == 5
+
+
+class Looked(NamedTuple):
+    given_up: gl.tensor
+    sample_failed: gl.tensor
+    tile_failed: gl.tensor
+
+
+@gluon.jit
+def _look_kernel(state_ptr, number_ptr, result_ptr, looks, samples: gl.constexpr, gives_up: gl.constexpr):
+    state = Looked(state_ptr, state_ptr + 1, state_ptr + 1 + samples)
+    for look in range(looks):
+        if gives_up(gl.load(number_ptr + look), state):
+            gl.store(result_ptr + look, 1)
+
+
+@pytest.mark.parametrize("name", once_by_file(GIVING_UP, "forward_scheduler.py"))
+def test_all_give_up_if_one_does(name):
+    """One head's 64 tiles fail. A CTA that looks at these tiles gives up, and then so does one that looks at others."""
+    available(name)
+    samples = SAMPLES if name in SAMPLING else 0
+    state = torch.zeros(1 + samples + 1000, device=DEVICE, dtype=torch.int32)
+    state[1 + samples + 200 :][:64] = 1
+    numbers = torch.tensor([300, 400, 900, 100], device=DEVICE, dtype=torch.int32)  # 400: looks at the tiles 145 to 272
+    results = torch.zeros_like(numbers)
+    _look_kernel[1,](state, numbers, results, len(numbers), samples, names_in(name)["_gives_up"], num_warps=1)
+    assert results.tolist() == [0, 1, 1, 1]
+    state[0] = 0
+    results.zero_()
+    _look_kernel[1,](state, numbers[2:], results, 2, samples, names_in(name)["_gives_up"], num_warps=1)
+    assert not results.any()

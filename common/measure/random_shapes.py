@@ -9,7 +9,7 @@ HEAD_DIMS = (64, 128, 256)
 SHORTEST, LONGEST = 64, 16384  # queries and keys
 MOST_HEADS = 128  # query heads
 
-# Seeds of the runs in results/, and their numbers of shapes. No constant is fitted to these shapes.
+# Seeds, and their numbers of shapes. No constant is fitted to these shapes.
 JUDGED = {100: 100, 200: 50, 300: 50}
 
 # FLOP/s, and bytes/s from memory, to estimate a time. They are round numbers below what Hopper GPUs reach.

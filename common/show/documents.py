@@ -57,7 +57,7 @@ def traffic_of_step(name: str) -> str:
         "peak extra MB": lambda count: f"{count['peak_extra_mib'] * MIB_IN_MB:.2f}",
     }
     for gpu in map(traffic.GPUS.get, results.GPUS):
-        columns[f"ms, {gpu.name}"] = lambda count, gpu=gpu: f"{predicted_ms(count, gpu):.3f}"
+        columns[f"predicted ms, 16k tokens, {gpu.name}"] = lambda count, gpu=gpu: f"{predicted_ms(count, gpu):.3f}"
     rows = {}
     for span in _spans(name):
         both = [results.counted(stage, *span) for stage in (parent, name) if stage]
@@ -69,8 +69,7 @@ def traffic_of_step(name: str) -> str:
     if not rows:
         return f"Same bytes and FLOPs as {results.spoken(parent)}."
     link = "[One head](../../docs/measuring.md#counted-traffic)"
-    words = f"{link}, {results.COUNTED_AT} tokens. *ms*: [predicted]({PREDICTION}), 16k-token batch."
-    return f"{words}\n\n{_step_table(rows, list(columns))}"
+    return f"{link}, {results.COUNTED_AT} tokens; [predictions]({PREDICTION}).\n\n{_step_table(rows, list(columns))}"
 
 
 def predicted(name: str, gpu: traffic.Gpu, *span) -> str | None:
@@ -150,14 +149,14 @@ def track_gains(name: str) -> str:
         share = results.ratio(found, name, results.FASTEST, group)
         rows[words] = [str(gain or "-") for gain in gains] + [share.percent if share else "-"]
     is_first = name == stages.line(key)[0]
-    what = f"The track's benchmark: {tracks.read(key).words}. " * is_first
+    what = f"The track's benchmark: {tracks.read(key).words}." * is_first
     if all(row[0] == "-" for row in rows.values()):
-        return f"{what}Not measured yet."
-    table = markdown([[words, *row] for words, row in rows.items()], ["", *columns, "% of fastest"], ("",))
+        return f"{what} Not measured yet.".strip()
+    where = results.places(found)
+    table = markdown([[words, *row] for words, row in rows.items()], [where, *columns, "% of fastest"], (where,))
     # docs/reading.md explains †
-    measured = f"{what}Measured on {results.places(found)}.{tracks.unmeasured(key) * is_first}"
-    caption = [measured, *legend(table.replace(results.CHANGED, ""))]
-    return f"{' '.join(caption)}\n\n{table}"
+    caption = [what + tracks.unmeasured(key) * is_first, *legend(table.replace(results.CHANGED, ""))]
+    return f"{' '.join(caption)}\n\n{table}".strip()
 
 
 # generated passages that a stage's README may have

@@ -11,6 +11,9 @@ from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
 
 PACKAGES = {"xformers": "FlashAttention-3 of xformers", "flash-attn-3": "FlashAttention-3", "flash-attn-4": "FlashAttention-4"}
+SCORES = (
+    "; σ and [sinks](docs/reading.md#glossary) have 4096 tokens, and sinks 8 or 24 nats at the first key, 24 nats in the middle"
+)
 HEAD_DIM = max(results.HEAD_DIMS)  # the head dimension in README.md's tables
 
 
@@ -131,13 +134,13 @@ def headline(found: list[results.Run]) -> str:
     lead_of, used = lead.lead(last), sorted(used, key=lambda run: run.ended)
     lengths = " and ".join(", ".join(map(str, results.MEAN_OVER)).rsplit(", ", 1))
     facts = {
-        "no lead on average": "; ".join(f"{column}: {', '.join(words)}" for column, words in lead_of.ends.items()) or "-",
+        "ties or losses on average": "; ".join(f"{column}: {', '.join(rows)}" for column, rows in lead_of.ends.items()) or "-",
         "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
         f"deviation of scores σ = 1. Geometric mean (lowest–highest). GPUs and commits: {results.places(used)}",
         **({"not measured everywhere": "; ".join(partly)} if partly else {}),
         "second table": "geometric mean (lowest), and how many workloads are slower. Rows of lengths have the first table's "
-        f"shapes at that length{'; σ and sinks have 4096 tokens' * ('σ' in lead_of.table)}; only rows of lengths have "
-        "FlashAttention-2, up to D = 128. Random shapes: 100, each in one dtype; no constant in the code was fitted to them. "
+        f"shapes at that length{SCORES * ('σ' in lead_of.table)}; only rows of lengths have FlashAttention-2, up to D = 128. "
+        "Random shapes: 100, each in one dtype; no constant was fitted to them, but 11 were measured as stages were written. "
         f"Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},
         "versions": versions([*used, *lead_of.runs.values()]),

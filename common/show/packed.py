@@ -33,7 +33,7 @@ def table(name: str) -> str:
     machines = [result["machine_info"] for result in found]
     places = dict.fromkeys(f"{gpu_of(machine)}, {short_commit(machine['commit'])}" for machine in machines)
     where = f"results/{', '.join(files)}; {'; '.join(places)}"
-    caption = f"Speed of {spoken(ours)} over others with packed sequences ({where}), mean (lowest–highest):"
+    caption = f"Packed sequences, {spoken(ours)} over others ({where}), mean (lowest–highest):"
     return f"{caption}\n\n{markdown(rows, ['D', *map(spoken, others)])}"
 
 

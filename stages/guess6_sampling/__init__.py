@@ -1,4 +1,4 @@
-"""Sampled scores predict before the first tile whether scores are too wide."""
+"""Sampled scores predict before the first tile whether guesses would fail."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

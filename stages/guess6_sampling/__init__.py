@@ -1,4 +1,4 @@
-"""Sampled scores predict before the first tile whether guesses would fail."""
+"""Sampled scores predict before the first tile whether scores are too wide."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

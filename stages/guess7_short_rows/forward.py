@@ -141,7 +141,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         failed, number = _next_again(gl.to_tensor(0), number, started, state)
         _pass_on(number, next_tiles, Q_STAGES)  # the consumers need not search themselves
     if MODE == "guess":
-        if _gives_up(number, state, FIRST=True):  # most guesses would fail, so this CTA computes no tile
+        if _gives_up(number, state):  # most guesses would fail, so this CTA computes no tile
             _leave(number, state)
             number = tiles
         _pass_on(number, next_tiles, Q_STAGES)
@@ -169,7 +169,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, started, state)
         elif MODE == "running":
             number += gl.num_programs(0)
-        elif _gives_up(number, state, FIRST=False):
+        elif _gives_up(number, state):
             number = tiles
         else:
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)

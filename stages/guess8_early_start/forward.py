@@ -162,7 +162,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
                 # PDL lets this launch start before the samples' launch ends. So Q and K of this tile load while the samples are
                 # computed, and a prediction costs little time.
                 gdc_wait()
-                stops = _gives_up(number, state, FIRST=True)
+                stops = _gives_up(number, state)
                 _pass_on(gl.where(stops, tiles, number), next_tiles, Q_STAGES)
                 if stops:  # most guesses would fail, so this CTA computes no tile
                     _leave(number, state)
@@ -179,7 +179,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, started, state)
         elif MODE == "running":
             number += gl.num_programs(0)
-        elif _gives_up(number, state, FIRST=False):
+        elif _gives_up(number, state):
             number = tiles
         else:
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)

@@ -15,9 +15,6 @@ from .forward_softmax import _scores_of, _visible
 
 # A sample fails if one of its P is above 2 to this power. Other P of its tile may be larger. Fitted to times on an H200.
 SAMPLE_LIMIT = 9
-# A P above 2 to this power overflows float16. Few keys score so high, such as attention sinks, and a sample that tests two of n
-# key tiles misses most of them. So a sample that finds one stands for n / 2 samples.
-FAR_ABOVE = gl.constexpr(16)
 
 
 @gluon.jit
@@ -42,8 +39,7 @@ def _sample_kernel(
     BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Test guesses on samples, spread over all tiles. Each CTA guesses the maxima of a consumer's 64 rows, and tests the guess
-    with two key tiles. The sample fails if P of one of these keys exceeds 2^limit. All samples together have LATELY flags. A
-    flag is 0, or the number of failed samples that the sample stands for.
+    with two key tiles. The sample fails if P of one of these keys exceeds 2^limit. All samples together have LATELY flags.
 
     The kernel also zeroes the counter and the flags of the tiles. This needs a launch in any case, so sampling adds none.
     """
@@ -91,6 +87,5 @@ def _sample_kernel(
     above = gl.max((gl.max(s, 1) - m) * gl.maximum(scale * LOG2_E, 1e-37), 0)
     layout: gl.constexpr = gl.BlockedLayout([LATELY // 128], [32], [4], [0])
     offs = gl.arange(0, LATELY, layout)
-    stands_for = gl.where(above > FAR_ABOVE, gl.cdiv(seen, 2), 1)
-    failed = gl.full([LATELY], gl.where(above > limit, stands_for, 0), gl.int32, layout)
+    failed = gl.full([LATELY], gl.where(above > limit, 1, 0), gl.int32, layout)
     gl.store(state.sample_failed + offs, failed, mask=offs % samples == sample)

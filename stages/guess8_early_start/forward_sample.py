@@ -52,7 +52,9 @@ def _sample_kernel(
     sample = gl.program_id(0)
     samples = gl.num_programs(0)
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
-    tile = _tile((sample.to(gl.int64) * tiles // samples).to(gl.int32), problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
+    # Tiles of different heads come in turns if there is a causal mask. So equal distances would often mean the same few heads.
+    number = ((sample.to(gl.int64) * tiles // samples + sample) % tiles).to(gl.int32)
+    tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
     start_m = tile.start_m + sample % (BLOCK_M // ROWS) * ROWS
     seen = _key_tiles(start_m + ROWS, problem, BLOCK_N, CAUSAL)
     last_n = (seen - 1) * BLOCK_N

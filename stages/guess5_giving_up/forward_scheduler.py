@@ -134,13 +134,13 @@ def _gives_up(number, state):
     Failed tiles often lie close together, as the tiles of a head do. So without the second rule, a few CTAs that look at other
     tiles would compute all further tiles alone.
     """
-    given_up = gl.load(state.given_up, volatile=True)
     before = number + 1 - 2 * LATELY + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(state.tile_failed + before, mask=before >= 0, other=0, volatile=True)
-    often = gl.sum(failed, 0) * 4 > LATELY
-    if often:
+    given_up = gl.load(state.given_up, volatile=True)
+    gives_up = gl.sum(failed + given_up * LATELY, 0) * 4 > LATELY
+    if gives_up:
         gl.store(state.given_up, 1)
-    return often | (given_up != 0)
+    return gives_up
 
 
 @gluon.jit

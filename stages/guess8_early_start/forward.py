@@ -166,7 +166,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
                 _pass_on(gl.where(stops, tiles, number), next_tiles, Q_STAGES)
                 if stops:  # most guesses would fail, so this CTA computes no tile
                     _leave(number, state)
-                    key_tiles = 0  # load no more
+                    key_tiles = 0  # load no more; `_gives_up` says so below, too, because flags are only raised
                     for w in gl.static_range(CONSUMERS):  # no consumer waits for these loads, which end before the CTA may end
                         mbarrier.wait(queries.full.index(w), 0)
                     mbarrier.wait(ring.full.index(0), 0)

@@ -164,7 +164,7 @@ def test_failed_tiles_are_shared_out_in_turn(name, tiles, share):
     assert torch.equal(takers, torch.where(failed > 0, ranks % 5, -1).int())
 
 
-HEADS = 100 if DEVICE == "cpu" else 1000  # each head has one tile
+HEADS = 300 if DEVICE == "cpu" else 1000  # each head has one tile; they are more than twice the tiles that a CTA looks at
 
 
 @pytest.mark.parametrize("long_work", newest_of(SAMPLING), indirect=True)
@@ -219,6 +219,19 @@ def test_all_flags_are_zero_before_the_first_tile(long_work, monkeypatch):
     assert not kernel.flags.any()
 
 
+@pytest.mark.parametrize("long_work", newest_of(SAMPLING), indirect=True)
+@pytest.mark.parametrize("wide", [0, 1], ids=["even heads", "odd heads"])
+def test_samples_come_from_all_heads(long_work, monkeypatch, wide):
+    """The number of tiles is a multiple of the number of samples, and a causal mask lets tiles of 16 heads come in turns."""
+    kernel = NotRun(long_work.forward.__globals__["_forward_kernel"])
+    monkeypatch.setitem(long_work.forward.__globals__, "_forward_kernel", kernel)
+    q, k, v, _ = make_inputs(2048, 2048, 16, batch=16, heads=16)
+    q[:, wide::2] *= 8
+    with interpreted_as(Device(num_sms=SAMPLES)):
+        long_work.forward(q, k, v, causal=True, scale=0.25)
+    assert SAMPLES / 4 < kernel.flags[3:][:SAMPLES].sum() < SAMPLES * 3 / 4
+
+
 @pytest.fixture
 def blind(long_work, monkeypatch):
     """Make all samples pass."""
@@ -230,7 +243,7 @@ def blind(long_work, monkeypatch):
 def test_no_further_tile_is_started_in_vain(long_work, blind, recorded):
     check(long_work, *with_key(100, 30, HEADS, 130, 16, torch.float16), False)
     assert not recorded.samples.any()
-    assert recorded.begun < HEADS
+    assert recorded.begun < HEADS and recorded.given_up
     assert recorded.failed[: recorded.begun].all() and not recorded.failed[recorded.begun :].any()
 
 
@@ -240,7 +253,7 @@ def test_a_few_tiles_that_fail_stop_nothing(long_work, recorded):
     q, k, v = with_key(100, 30, HEADS, 130, 16, torch.float16)
     k[:, 5:, 100] = 0
     check(long_work, q, k, v, False)
-    assert recorded.begun >= HEADS
+    assert recorded.begun >= HEADS and not recorded.given_up
     assert recorded.failed.sum() == 5
 
 

@@ -11,10 +11,6 @@ from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
 
 PACKAGES = {"xformers": "FlashAttention-3 of xformers", "flash-attn-3": "FlashAttention-3", "flash-attn-4": "FlashAttention-4"}
-SCORES = (
-    "; σ and [sinks](docs/reading.md#glossary) have 4096 tokens (a sink in one head: also 8192 and 16384, without a mask), and "
-    "sinks 8 or 24 nats at the first key, 24 nats in the middle"
-)
 HEAD_DIM = max(results.HEAD_DIMS)  # the head dimension in README.md's tables
 
 
@@ -134,13 +130,18 @@ def headline(found: list[results.Run]) -> str:
     ]  # fmt: skip
     lead_of, used = lead.lead(last), sorted(used, key=lambda run: run.ended)
     lengths = " and ".join(", ".join(map(str, results.MEAN_OVER)).rsplit(", ", 1))
+    of_scores = {work.seq_len for run in lead_of.runs.values() for work in run.works if work.sink or work.score_std != 1}
+    scores = (
+        f"; σ and [sinks](docs/reading.md#glossary) have {', '.join(map(str, sorted(of_scores)))} tokens, and sinks 8 or "
+        "24 nats at the first key, 24 nats in the middle"
+    ) * bool(of_scores)
     facts = {
         "ties or losses on average": "; ".join(f"{column}: {', '.join(rows)}" for column, rows in lead_of.ends.items()) or "-",
         "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
         f"deviation of scores σ = 1. Geometric mean (lowest–highest). GPUs and commits: {results.places(used)}",
         **({"not measured everywhere": "; ".join(partly)} if partly else {}),
         "second table": "geometric mean (lowest), and how many workloads are slower. Rows of lengths have the first table's "
-        f"shapes at that length{SCORES * ('σ' in lead_of.table)}; only rows of lengths have FlashAttention-2, up to D = 128. "
+        f"shapes at that length{scores}; only rows of lengths have FlashAttention-2, up to D = 128. "
         "Random shapes: 100, each in one dtype; no constant was fitted to them, but 11 were measured as stages were written. "
         f"Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},

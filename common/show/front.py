@@ -81,8 +81,8 @@ def ladder(found: list[results.Run]) -> str:
         f"Libraries: {', '.join(libraries)}. {results.measured(used)}"
     )
     words = (
-        "A dead end looked good, but gained too little, or lost. Its parent has the same number: v4a starts from v4. The "
-        "workloads are the ladder's."
+        "A dead end looked good, but gained too little, or lost. Its parent has the same number: v4a starts "
+        "from v4. The workloads are the ladder's."
     )
     return "\n\n".join([main, measured, *itertools.starmap(track_table, tracks.known().items()), words, dead_ends])
 

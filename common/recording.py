@@ -309,8 +309,8 @@ class Recorded:
     have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
     `is_watched()` is true, every call runs the function itself.
 
-    `differentiable` is an option of some forwards. `lengths` are options that are tuples of tensors and None. The values of
-    these tensors may change from call to call, as those of all tensors.
+    `differentiable` is an option of some forwards. `lengths` are options that are tuples of tensors and None. Calls of one kind
+    have None at the same places. The values of these tensors may change from call to call, as those of all tensors.
     """
 
     def __init__(self, function: Callable):
@@ -328,12 +328,14 @@ class Recorded:
             with _alone:
                 return self.function(*tensors, **options)
         device = driver.get_current_device()
-        given = tensors
+        given, absent = tensors, ()
         if lengths:
-            given = *tensors, *(each for each in itertools.chain(*lengths.values()) if each is not None)
+            optional = [*itertools.chain(*lengths.values())]
+            given = *tensors, *(each for each in optional if each is not None)
+            absent = [each is None for each in optional]
         settings = driver, device, torch.are_deterministic_algorithms_enabled()
         number = type(scale), scale or str(scale)  # zero as text, because 0.0 equals -0.0
-        kind = _kind(given, *settings, causal, *number, diagonal, differentiable, *lengths)
+        kind = _kind(given, *settings, causal, *number, diagonal, differentiable, *lengths, *absent)
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
             give_context(tensors[0])

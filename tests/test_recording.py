@@ -502,8 +502,13 @@ for call in range(8):
     assert repeated() == (call >= 2)
     given = [*map(address, launches[0].args)]
     assert [given.count(each.data_ptr()) for each in kept] == [0] * 2 * call + [1, 1]
-    launched(forward, *eight, **OPTIONS, lengths=lengths, descales=Descales(kept[-1], None))  # a call of another kind
-    assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept[:-1])
+    names = launches[0].binary.src.fn.arg_names
+    for factors in (Descales(kept[-1], None), Descales(None, kept[-1])):  # calls of two other kinds
+        launched(forward, *eight, **OPTIONS, lengths=lengths, descales=factors)
+        assert repeated() == (call >= 2) and not any(each.data_ptr() in map(address, launches[0].args) for each in kept[:-1])
+        passed = dict(zip(names, map(address, launches[0].args)))
+        for part, factor in factors._asdict().items():
+            assert (passed[f"{part}_descale_ptr"] == kept[-1].data_ptr()) == (factor is not None)
 """,
         stage,
     )

@@ -50,7 +50,7 @@ def test_opcheck(stage):
     torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE, 0))
 
 
-LAYOUTS = {"transposed": Layout("bshd"), "expanded": Layout(expanded="h")}
+LAYOUTS = {"transposed": Layout("bshd"), "expanded": Layout(expanded="h"), "columns": Layout("bsdh")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 _REPAIRS = []  # (owner, name of a function, its replacement)
 _patched = set()  # during a launch: the functions for which Triton's language is patched
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()  # held during each launch; Triton's patch the language that Gluon's use, too
 
 
 def _replaces(owner, name):
@@ -133,7 +133,7 @@ def _store_inside(store, builder, desc, value, indices):
 @_replaces(InterpretedFunction, "run")
 def _run_alone(run, function, *args, **kwargs):
     """Run one kernel at a time, because all kernels share a builder that holds the state of one program."""
-    with _one_at_a_time:
+    with one_at_a_time:
         _patched.clear()
         return run(function, *args, **kwargs)
 

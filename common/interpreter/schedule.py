@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from triton.runtime.interpreter import InterpreterError
 
+from .repairs import one_at_a_time
 from .timing import Rates, Timing
 
 VARIABLE = "GLUON_SEED"  # this environment variable, if set, gives the seed of every launch
@@ -291,14 +292,13 @@ class Schedule:
 _running = _rates = None
 _num_sms = 1
 _timings = []
-_one_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
 def begin():
     """Enter a context for one launch. A launch by another thread waits until the context ends."""
     global _running
-    with _one_at_a_time:
+    with one_at_a_time:
         if timing := Timing(_rates, _num_sms):
             _timings.append(timing)
         _running = Schedule(int(os.environ.get(VARIABLE) or next(_seeds)), timing)
@@ -316,7 +316,7 @@ def timed(rates: Rates, num_sms: int = 1):
         num_sms: the number of SMs that work at the same time. Each has its own units.
     """
     global _rates, _timings, _num_sms
-    with _one_at_a_time:
+    with one_at_a_time:
         _rates, _timings, _num_sms = rates, [], num_sms
         try:
             yield _timings

@@ -62,7 +62,7 @@ def _unwatched(*tensors: Tensor) -> bool:
     """Return whether a call needs only ordinary autograd from PyTorch.
 
     If so, no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
-    belongs to a transform or has PyTorch's negative bit.
+    belongs to a transform, or to the older vmap behind `is_grads_batched`, or has PyTorch's negative bit.
     """
     if (
         torch.compiler.is_compiling()
@@ -78,6 +78,7 @@ def _unwatched(*tensors: Tensor) -> bool:
         _PLAIN.issuperset(map(type, tensors))
         and not any(map(Tensor.is_neg, tensors))
         and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+        and not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
     )
 
 

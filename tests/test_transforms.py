@@ -63,6 +63,17 @@ def test_jacrev_is_the_jacobian(problem):
     torch.testing.assert_close(jacrev(few, argnums=(0, 1, 2))(*tensors), expected)
 
 
+def test_autograd_takes_a_batch_of_gradients(problem):
+    """`is_grads_batched` uses an older vmap than torch.func. Its tensors look like plain tensors."""
+    attend, tensors = problem
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    out = attend(*leaves)
+    grad_outs = torch.randn(2, *out.shape, device=out.device)
+    got = torch.autograd.grad(out, leaves, grad_outs, retain_graph=True, is_grads_batched=True)
+    for batch, *each in zip(got, *(torch.autograd.grad(out, leaves, one, retain_graph=True) for one in grad_outs), strict=True):
+        torch.testing.assert_close(batch, torch.stack(each))
+
+
 def test_vmap_maps_any_dimension(problem):
     attend, (q, k, v) = problem
     torch.testing.assert_close(attend_all(attend)(q, k, v), attend(q, k, v))

@@ -169,6 +169,24 @@ def _outside(starts: Tensor, tokens: int) -> Tensor:
     return (token < starts[0]) | (token >= starts[-1])
 
 
+def _into_range(rows: Tensor, kv_heads: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Multiply float32 rows by a factor for each K/V head, so that float16 can hold them and all their sums.
+
+    Args:
+        rows: [B, H, Sq, D] or [tokens, H, D].
+        kv_heads: Hkv.
+        queries: the number of the dimension of queries.
+
+    Returns:
+        The products, and the factors, [B, Hkv, 1, 1] or [1, Hkv, 1]. If each row of a K/V head gets a weight of at most 1, the
+        sum of the products is at most 2 ** 15.
+    """
+    bound = rows.abs().amax(-1, keepdim=True).sum(queries, keepdim=True)
+    bound = bound.unflatten(1, (kv_heads, -1)).sum(2)
+    factors = 2.0**15 / bound.clamp(min=2.0**-100)
+    return rows * factors.repeat_interleave(rows.shape[1] // kv_heads, 1), factors
+
+
 def _register(
     name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable, under_vmap: Callable
 ) -> Callable:
@@ -232,12 +250,19 @@ def _differentiable(
             # scale * grad_lse * q as dO.
             _, scale, *_ = ctx.options
             weight = (scale * grad_lse)[..., None]
-            weight = weight.transpose(0, 1) if starts else weight
             mean_key, _ = forward_op(q, k, k, *options)
-            addend = (weight * mean_key).to(dq.dtype)
-            # Outside of sequences, mean_key is undefined.
-            dq = dq + (addend.masked_fill((weight == 0) | _outside(starts[0], len(q)), 0) if starts else addend)
-            dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
+            if starts:
+                # Where no key is seen, or outside of sequences, weight, q and mean_key may be anything.
+                weight, of_rows = weight.transpose(0, 1), lse.transpose(0, 1)[..., None]
+                unseen = (weight == 0) | (of_rows == -torch.inf) | _outside(starts[0], len(q))
+                of_q, of_k = ((weight * each).masked_fill(unseen, 0) for each in (mean_key, q))
+            else:
+                of_q, of_k = weight * mean_key, weight * q
+            dq, factors = dq + of_q.to(dq.dtype), None
+            if q.dtype == torch.float16:
+                of_k, factors = _into_range(of_k, k.shape[1], 0 if starts else 2)
+            of_k = backward_op(of_k.to(q.dtype), q, k, k, mean_key, lse, *options)[2]
+            dk = dk + (of_k if factors is None else (of_k / factors).to(dk.dtype))
         return dq, dk, dv, *[None] * 8
 
     def refuse(ctx, *grads):

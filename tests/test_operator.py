@@ -14,6 +14,7 @@ from problems import Layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+import stages
 from common.layout import empty_rows
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE
@@ -77,6 +78,29 @@ def test_rows_of_another_size_lie_in_the_same_order(columns):
         strides = [stride // 16 * columns for stride in empty_rows(tensor).stride()[:3]]
         for like in (tensor, fakes.from_tensor(tensor)):
             assert empty_rows(like, columns).stride() == (*strides, 1), (order, expanded)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size, queries, keys", [(1e-7, 400, 4), (2.0**16, 16, 300)])
+def test_the_gradient_of_the_lse_may_leave_the_range_of_float16(size, queries, keys, packed):
+    """The gradient of the LSE times q is too small or too large for float16, but the gradient of k is not."""
+    stage, scale = stages.load("newest"), 0.2
+    q, k, v = make_inputs(queries, keys, batch=1, heads=4, kv_heads=2)[:3]
+    q, k = q * 0.3 + 1, k * 0.1
+    q[..., 0] = 12
+    grad_lse = size * (1 + torch.rand(q.shape[:3], device=DEVICE))
+    weights = torch.softmax(scale * q.double() @ k.double().repeat_interleave(2, 1).mT, -1) * grad_lse[..., None]
+    expected = (scale * weights.mT @ q.double()).unflatten(1, (2, 2)).sum(2)
+    if packed:
+        (k,) = as_leaves(k[0].transpose(0, 1))
+        starts = (torch.tensor([0, length], dtype=torch.int32, device=DEVICE) for length in (queries, keys))
+        _, lse = stage.attention_varlen(q[0].transpose(0, 1), k, v[0].transpose(0, 1), *starts, scale=scale, return_lse=True)
+        got = torch.autograd.grad(lse, k, grad_lse[0])[0].transpose(0, 1)[None]
+    else:
+        (k,) = as_leaves(k)
+        _, lse = stage.attention(q, k, v, scale=scale, return_lse=True)
+        (got,) = torch.autograd.grad(lse, k, grad_lse)
+    torch.testing.assert_close(got.double(), expected, rtol=4e-3, atol=6e-8)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

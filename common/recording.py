@@ -127,7 +127,7 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if func.is_view:
+        if func.is_view and _shares_memory(result, args[0]):
             base = args[0]
             number, offset, is_view = self._place(base)
             for view in result if isinstance(result, (list, tuple)) else [result]:
@@ -183,6 +183,14 @@ class _Recording(TorchDispatchMode):
             for at, (step, used) in enumerate(self.steps)
         ]
         return _Replay(steps, self.conditions, results)
+
+
+def _shares_memory(result, base):
+    """Return whether the result of an operator that may return views is no copy. `reshape` and `contiguous` may copy: PyTorch
+    splits them into other operators, but not in inference mode or below autograd."""
+    if not isinstance(result, Tensor):
+        return True  # several results, as of `unbind`, are views
+    return result.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
 
 
 def _in_context(context, run, *args):

@@ -279,6 +279,24 @@ assert repeated()
 """)
 
 
+@pytest.mark.parametrize("mode", ["torch.no_grad", "torch.inference_mode", "torch._C._AutoDispatchBelowAutograd"])
+def test_a_replay_copies_what_its_function_copies(mode):
+    """v0 calls `reshape`, which copies if K/V heads are shared and heads are not outermost. Only in some modes, PyTorch calls
+    `reshape` as one operator, which has the schema of a view."""
+    run(
+        """
+stage = stages.load("v0")
+forward = entry(stage.forward)
+with eval(sys.argv[1])():
+    for call in range(4):
+        tensors = [torch.randn(2, 24, heads, 16).transpose(1, 2) for heads in (4, 2, 2)]
+        torch.testing.assert_close(forward(*tensors, **OPTIONS), stage.forward(*tensors, **OPTIONS))
+assert [*map(type, forward.recorded.replays.values())] == [recording._Replay]
+""",
+        mode,
+    )
+
+
 @pytest.mark.parametrize("stage", of_tested(REPLAYED))
 def test_new_lengths_do_not_go_through_triton(stage):
     """After a call has compiled the kernels, other lengths find them in the tables, whichever module they are in."""

@@ -50,13 +50,24 @@ def autocast_device(tensor) -> str:
 
 
 def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
-    """Call `function` with the tensors' device as the current device, and with autocast off: autocast would change dtypes."""
+    """Call `function` with the tensors' device as the current device, and with autocast off: autocast would change dtypes.
+
+    Raises:
+        Unavailable: the tensors are on the CPU, the function has kernels, and no interpreter runs kernels.
+    """
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     device = autocast_device(first)
-    if elsewhere or torch.is_autocast_enabled(device):  # check first, because entering both contexts is slow
-        with torch.cuda.device_of(first), torch.autocast(device, enabled=False):
-            return function(first, *tensors, **options)
-    return function(first, *tensors, **options)
+    try:
+        if elsewhere or torch.is_autocast_enabled(device):  # check first, because entering both contexts is slow
+            with torch.cuda.device_of(first), torch.autocast(device, enabled=False):
+                return function(first, *tensors, **options)
+        return function(first, *tensors, **options)
+    except RuntimeError as error:
+        if INTERPRETED or "active drivers" not in str(error):  # with these words Triton says that it found no GPU
+            raise
+        raise Unavailable(
+            "kernels need a GPU, and none is here; TRITON_INTERPRET=1, set before Python starts, runs them on the CPU"
+        ) from error
 
 
 @functools.lru_cache(maxsize=512)  # more than the functions of all stages; a reloaded module's old functions are dropped
@@ -78,14 +89,7 @@ def entry(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*tensors: Tensor, **options):
-        try:
-            return plainly(recorded, *tensors, **options)
-        except RuntimeError as error:
-            if INTERPRETED or "active drivers" not in str(error):  # with these words Triton says that it found no GPU
-                raise
-            raise Unavailable(
-                "kernels need a GPU, and none is here; TRITON_INTERPRET=1, set before Python starts, runs them on the CPU"
-            ) from error
+        return plainly(recorded, *tensors, **options)
 
     call.recorded = recorded
     return call

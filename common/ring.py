@@ -9,6 +9,7 @@ docs/several-gpus.md has the derivation and the traffic.
 ranks must call the functions of this module in the same order.
 """
 
+import contextlib
 import hashlib
 
 import torch
@@ -96,11 +97,14 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
         A tensor with S elements along `dim`. With a single rank, `tensor` itself.
 
     Raises:
+        IndexError: this rank's tensor has no dimension `dim`. Other ranks raise ValueError.
         ValueError: shapes or dtypes of ranks differ, or S / n is odd. Every rank raises it.
     """
-    size = Ring(group).size
-    odd = size > 1 and tensor.shape[dim] % 2
-    wrong = ValueError(f"dimension {dim} of tensor must be even (two chunks), got {tensor.shape[dim]}") if odd else None
+    size, wrong = Ring(group).size, None
+    if not -tensor.dim() <= dim < tensor.dim():
+        wrong = IndexError(f"dim must be a dimension of tensor, got {dim} for the shape {tuple(tensor.shape)}")
+    elif size > 1 and tensor.shape[dim] % 2:
+        wrong = ValueError(f"dimension {dim} of tensor must be even (two chunks), got {tensor.shape[dim]}")
     _agree(group, tensor.device, f"unshard of {tuple(tensor.shape)}, {tensor.dtype}, dim {dim}", wrong)
     if size == 1:
         return tensor
@@ -122,14 +126,26 @@ class Ring:
     def __init__(self, group):
         """Raise ValueError if this process is not in the group."""
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.begun = []  # the transfers that have begun, as lists; `_wait` empties a list
         if self.rank < 0:
-            raise ValueError(f"group must contain this process, got a group of {self.size} other processes")
+            raise ValueError("group must contain this process, got a group of other processes")
 
     def pass_on(self, tensors, into) -> list[dist.Work]:
         """Begin to send contiguous tensors to the next rank, and to receive the previous rank's tensors in `into`."""
         sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=(self.rank + 1) % self.size) for t in tensors]
         receives = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=(self.rank - 1) % self.size) for t in into]
-        return dist.batch_isend_irecv(sends + receives)
+        self.begun.append(dist.batch_isend_irecv(sends + receives))
+        return self.begun[-1]
+
+    @contextlib.contextmanager
+    def settled(self):
+        """Enter a context that waits at its end for all transfers. So if all ranks raise an error, their group stays usable."""
+        try:
+            yield
+        finally:
+            while self.begun:
+                with contextlib.suppress(RuntimeError):  # in the context, a failed transfer has raised its error
+                    _wait(self.begun.pop())
 
     def blocks(self, k: Tensor, v: Tensor):
         """Yield the K and V of each rank: first this rank's block, then the previous rank's block, and so on.
@@ -281,7 +297,8 @@ def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
 
 
 def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv in the dtype of q. Each is a float32 sum over blocks, rounded once. K and V must be contiguous."""
+    """Return dq, dk and dv in the dtype of q. Each is a float32 sum of blocks' parts, which have this dtype. K and V must be
+    contiguous."""
     if ring.size == 1:
         return entry(stage.backward)(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     kv_heads, shared_by = k.shape[1], q.shape[1] // k.shape[1]
@@ -327,7 +344,8 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options, return_lse):
-        out, lse = plainly(_forward, q, k, v, **options)
+        with options["ring"].settled():
+            out, lse = plainly(_forward, q, k, v, **options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.return_lse = options, return_lse
@@ -337,18 +355,22 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
+        given = [grad for grad in (grad_out, grad_lse) if grad is not None]
+        if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
+            raise NotImplementedError("ring attention has no batches of gradients; leave out is_grads_batched and vectorize")
         if ctx.return_lse:  # all ranks raise, so that none waits for the others
             said = "ring attention has no gradient of the log-sum-exp; detach it, or use a stage's attention"
             _agree(ctx.options["ring"].group, q.device, "", None if grad_lse is None else NotImplementedError(said))
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
         # Hooks may have changed the strides.
         q, out, k, v, lse = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous(), lse.contiguous()
-        return *plainly(_backward, grad_out, q, k, v, out, lse, **ctx.options), None, None
+        with ctx.options["ring"].settled():
+            return *plainly(_backward, grad_out, q, k, v, out, lse, **ctx.options), None, None
 
 
 def _checked(stage, q, k, v, causal, scale, return_lse, size):
     """Return checked (causal, scale, return_lse). Raise TypeError or ValueError with the wrong argument's name."""
-    if not all(callable(getattr(stage, name, None)) for name in ("forward", "backward")):
+    if not (hasattr(stage, "__name__") and all(callable(getattr(stage, name, None)) for name in ("forward", "backward"))):
         raise TypeError(f"stage must be a stage's module, as stages.load returns it, got {type(stage).__name__}")
     check_inputs(q, k, v)
     causal, return_lse = checked_flag("causal", causal), checked_flag("return_lse", return_lse)
@@ -364,8 +386,11 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
     """Compute a stage's attention over a sequence that the ranks of a group share.
 
     `shard` divides the sequence. The result is this rank's part of attention over the whole sequence. It is differentiable in
-    q, k and v. The gradients cannot be differentiated again. Blocks are merged in float32. If the stage is deterministic, equal
-    inputs on equally many ranks give equal bits. Under `torch.autocast`, inputs are cast as in PyTorch's SDPA.
+    q, k and v. The gradients cannot be differentiated again. Under `torch.autocast`, inputs are cast as in PyTorch's SDPA. If
+    the stage is deterministic, equal inputs on equally many ranks give equal bits.
+
+    Blocks are merged in float32, but first a stage rounds each block's results to the dtype of q. So where blocks cancel, the
+    result loses digits that a single rank keeps.
 
     K, V and their gradients travel while the stage computes. A rank holds a few blocks, and no tensor with the length of the
     whole sequence.
@@ -402,9 +427,10 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
             f"{stage.__name__.rpartition('.')[2]}, q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {q.dtype}, "
             f"causal={causal}, scale={scale}, return_lse={return_lse}, gradients of {', '.join(needed) or 'nothing'}"
         )
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # so that the other ranks do not wait for this rank
         wrong = error
-    _agree(group, q.device if isinstance(q, Tensor) else DEVICE, said, wrong)
+    _agree(group, q.device if isinstance(q, Tensor) and q.device.type == DEVICE else DEVICE, said, wrong)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     options = {"stage": stage, "ring": ring, "causal": causal, "scale": scale}
     out, lse = _RingAttention.apply(contiguous_rows(q), k.contiguous(), v.contiguous(), options, return_lse)
     return (out, lse) if return_lse else out

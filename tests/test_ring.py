@@ -111,6 +111,49 @@ def use_the_lse_on_rank_0(group):
     (out.sum() + lse.sum() if dist.get_rank(group) == 0 else out.sum()).backward()
 
 
+def of_negated_views(group):
+    """Return the differences between results for tensors with PyTorch's negative bit, and for negated tensors."""
+    x, grad_out = torch.randn(2, 1, 2, 4, 16, device=DEVICE)
+    leaf, attention = x.clone().requires_grad_(), functools.partial(ring_attention, stages.load("v3"), group=group)
+    out = attention(leaf, leaf, leaf)
+    pairs = []
+    for negate in (torch.neg, torch._neg_view):
+        of_q, of_kv = attention(negate(x), x, x), attention(x, negate(x), negate(x))
+        pairs.append((of_q, of_kv, *torch.autograd.grad(out, leaf, negate(grad_out), retain_graph=True)))
+    return [torch.equal(one, other) for one, other in zip(*pairs, strict=True)]
+
+
+def batch_of_gradients(group):
+    x = torch.randn(1, 2, 4, 16, device=DEVICE, requires_grad=True)
+    out = ring_attention(stages.load("v3"), x, x, x, group=group)
+    torch.autograd.grad(out, x, torch.randn(3, *out.shape, device=DEVICE), is_grads_batched=True)
+
+
+def fail_in_a_step(group, step):
+    """Call a stage that fails on all ranks in a step of the ring."""
+    v3, calls = stages.load("v3"), []
+
+    def forward(*tensors, **options):
+        calls.append(1)
+        if len(calls) > step:
+            raise MemoryError("no memory is left")
+        return v3.forward(*tensors, **options)
+
+    stage = types.SimpleNamespace(__name__="stages.failing", forward=forward, backward=v3.backward)
+    q = torch.ones(1, 2, 4, 16, device=DEVICE)
+    ring_attention(stage, q, q, q, group=group)
+
+
+def nameless_on_rank_1(group):
+    v3, q = stages.load("v3"), torch.ones(1, 2, 4, 16, device=DEVICE)
+    nameless = types.SimpleNamespace(forward=v3.forward, backward=v3.backward)
+    ring_attention(nameless if dist.get_rank(group) else v3, q, q, q, group=group)
+
+
+def unshard_without_dimension(group):
+    unshard(torch.ones((1, 4) if dist.get_rank(group) else (1, 2, 4, 16), device=DEVICE), 2, group)
+
+
 # --- The tests.
 
 
@@ -189,6 +232,32 @@ def test_a_gradient_of_the_lse_on_one_rank_ends_the_backward_on_all(ranks):
     assert isinstance(fine, ValueError) and "rank 0 has NotImplementedError" in str(fine)
 
 
+def test_negated_views_count_as_negated(ranks):
+    assert ranks.call(2, of_negated_views) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize(("function", "kind", "message", "arguments"), [
+    (batch_of_gradients, NotImplementedError, "no batches of gradients", ()),
+    (fail_in_a_step, MemoryError, "no memory is left", (0,)), (fail_in_a_step, MemoryError, "no memory is left", (1,)),
+], ids=["batch of gradients", "step 0", "step 1"])  # fmt: skip
+def test_an_error_on_all_ranks_leaves_the_group_usable(ranks, function, kind, message, arguments):
+    """Transfers have begun when the error is raised. No later call gets their data, or waits for them."""
+    for outcome in ranks.outcomes(3, function, *arguments):
+        with pytest.raises(kind, match=message):
+            raise outcome
+    assert len(set(ranks.call(3, attend, {}))) == 1
+
+
+@pytest.mark.parametrize(("function", "kind", "message"), [
+    (nameless_on_rank_1, TypeError, "stage must be a stage's module"),
+    (unshard_without_dimension, IndexError, "dim must be a dimension of tensor"),
+])  # fmt: skip
+def test_an_unusual_error_on_rank_1_ends_the_call_on_all(ranks, function, kind, message):
+    fine, wrong = ranks.outcomes(2, function)
+    assert type(wrong) is kind and message in str(wrong)
+    assert type(fine) is ValueError and f"rank 1 has {kind.__name__}: {message}" in str(fine)
+
+
 def test_unlike_parts_are_no_sequence(ranks):
     for outcome in ranks.outcomes(2, unshard_unlike):
         assert isinstance(outcome, ValueError) and "ranks of the group differ" in str(outcome)
@@ -208,7 +277,7 @@ def test_lengths_that_cannot_be_cut_and_names(function, kind, message, monkeypat
 
 def place(rank, size):
     ring_ = object.__new__(Ring)
-    ring_.group, ring_.rank, ring_.size = None, rank, size
+    ring_.group, ring_.rank, ring_.size, ring_.begun = None, rank, size, []
     return ring_
 
 

@@ -25,15 +25,15 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
 def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
     """Return `torch.empty_like(tensor)`, but with contiguous rows.
 
-    If the tensor's rows are not contiguous, this function returns a contiguous tensor. It also does so if `tensor` is expanded
-    and `empty_like` makes the expanded dimension the innermost.
+    If `empty_like` makes another dimension the innermost, this function returns a contiguous tensor instead. This may happen if
+    the tensor's rows are not contiguous, or if it is expanded.
 
     Args:
         columns: the size of the last dimension. None means the tensor's own size.
     """
     if columns not in (None, tensor.shape[-1]):
         if tensor.stride(-1) != 1:
-            tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            tensor = empty_rows(tensor)
         tensor = tensor[..., :1].expand(*tensor.shape[:-1], columns)
     empty = torch.empty_like(tensor)
     return empty if empty.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)

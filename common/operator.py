@@ -170,7 +170,10 @@ def _outside(starts: Tensor, tokens: int) -> Tensor:
 
 
 def _into_range(rows: Tensor, kv_heads: int, queries: int) -> tuple[Tensor, Tensor]:
-    """Multiply float32 rows by a factor for each K/V head, so that float16 can hold them and all their sums.
+    """Multiply float32 rows by a power of 2 for each K/V head, so that float16 can hold the products.
+
+    If rows are small, the power of 2 is large, but float16 can still hold each sum of products with weights of at most 1. If a
+    row is too large for float16, the power of 2 is below 1.
 
     Args:
         rows: [B, H, Sq, D] or [tokens, H, D].
@@ -178,12 +181,14 @@ def _into_range(rows: Tensor, kv_heads: int, queries: int) -> tuple[Tensor, Tens
         queries: the number of the dimension of queries.
 
     Returns:
-        The products, and the factors, [B, Hkv, 1, 1] or [1, Hkv, 1]. If each row of a K/V head gets a weight of at most 1, the
-        sum of the products is at most 2 ** 15.
+        The products, and the powers of 2, [B, Hkv, 1, 1] or [1, Hkv, 1].
     """
-    bound = rows.abs().amax(-1, keepdim=True).sum(queries, keepdim=True)
-    bound = bound.unflatten(1, (kv_heads, -1)).sum(2)
-    factors = 2.0**15 / bound.clamp(min=2.0**-100)
+    of_rows, limit, least = rows.abs().amax(-1, keepdim=True), 2.0**15, 2.0**-100
+    shape = rows.shape[0] if queries else 1, kv_heads, -1, *[1] * (rows.dim() - 2)  # of query heads that share a K/V head
+    largest = of_rows.amax(queries, keepdim=True).reshape(shape).amax(2)
+    total = of_rows.sum(queries, keepdim=True).reshape(shape).sum(2)
+    factors = torch.minimum((limit / total.clamp(min=least)).clamp(min=1), limit / largest.clamp(min=least))
+    factors = factors.log2().floor().exp2()
     return rows * factors.repeat_interleave(rows.shape[1] // kv_heads, 1), factors
 
 
@@ -252,7 +257,7 @@ def _differentiable(
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *options)
             if starts:
-                # Where no key is seen, or outside of sequences, weight, q and mean_key may be anything.
+                # Where no key is seen, weight may be anything. Outside of sequences, so may q and mean_key.
                 weight, of_rows = weight.transpose(0, 1), lse.transpose(0, 1)[..., None]
                 unseen = (weight == 0) | (of_rows == -torch.inf) | _outside(starts[0], len(q))
                 of_q, of_k = ((weight * each).masked_fill(unseen, 0) for each in (mean_key, q))

@@ -63,15 +63,15 @@ def test_jacrev_is_the_jacobian(problem):
     torch.testing.assert_close(jacrev(few, argnums=(0, 1, 2))(*tensors), expected)
 
 
-def test_autograd_takes_a_batch_of_gradients(problem):
+def test_autograd_takes_a_batch_of_gradients(stage, problem):
     """`is_grads_batched` uses an older vmap than torch.func. Its tensors look like plain tensors."""
-    attend, tensors = problem
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    out = attend(*leaves)
-    grad_outs = torch.randn(2, *out.shape, device=out.device)
-    got = torch.autograd.grad(out, leaves, grad_outs, retain_graph=True, is_grads_batched=True)
-    for batch, *each in zip(got, *(torch.autograd.grad(out, leaves, one, retain_graph=True) for one in grad_outs), strict=True):
-        torch.testing.assert_close(batch, torch.stack(each))
+    leaves = [tensor.half().requires_grad_() for tensor in problem[1]]
+    results = stage.attention(*leaves, causal=True, scale=SCALE, return_lse=True)
+    batches = [torch.randn(2, *result.shape, dtype=result.dtype, device=result.device) for result in results]
+    got = torch.autograd.grad(results, leaves, batches, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(results, leaves, one, retain_graph=True) for one in zip(*batches, strict=True)]
+    for batch, *ones in zip(got, *each, strict=True):
+        torch.testing.assert_close(batch, torch.stack(ones))
 
 
 def test_vmap_maps_any_dimension(problem):

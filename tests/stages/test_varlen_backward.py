@@ -352,6 +352,17 @@ def test_tokens_of_no_sequence_have_zeros_as_gradients_of_the_log_sum_exp(traini
         assert (gradients[0][3:8] != 0).any()
 
 
+def test_rows_without_keys_have_zeros_as_gradients_of_the_log_sum_exp(training):
+    """Their log-sum-exp is −∞, so its gradient may be NaN."""
+    packed = Packed([(5, 2)])
+    given = [tensor.requires_grad_() for tensor in packed.tensors]
+    _, lse = training.attention_varlen(*given, *packed.starts, causal="bottom-right", scale=SCALE, return_lse=True)
+    assert (lse[:, :3] == -torch.inf).all()
+    gradients = torch.autograd.grad(lse, given, torch.where(lse == -torch.inf, torch.nan, 1.0))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][:3] == 0).all() and (gradients[0][3:] != 0).any() and (gradients[1] != 0).any()
+
+
 @pytest.mark.long
 def test_compiled_and_in_transforms(loss):
     packed, function = loss

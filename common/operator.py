@@ -173,7 +173,8 @@ def _into_range(rows: Tensor, kv_heads: int, queries: int) -> tuple[Tensor, Tens
     """Multiply float32 rows by a power of 2 for each K/V head, so that float16 can hold the products.
 
     If rows are small, the power of 2 is large, but float16 can still hold each sum of products with weights of at most 1. If a
-    row is too large for float16, the power of 2 is below 1.
+    row is too large for float16, the power of 2 is below 1. Rows that are not finite stay so, and do not count: they may belong
+    to another packed sequence.
 
     Args:
         rows: [B, H, Sq, D] or [tokens, H, D].
@@ -183,7 +184,9 @@ def _into_range(rows: Tensor, kv_heads: int, queries: int) -> tuple[Tensor, Tens
     Returns:
         The products, and the powers of 2, [B, Hkv, 1, 1] or [1, Hkv, 1].
     """
-    of_rows, limit, least = rows.abs().amax(-1, keepdim=True), 2.0**15, 2.0**-100
+    limit, least = 2.0**15, 2.0**-100
+    of_rows = rows.abs().amax(-1, keepdim=True)
+    of_rows = of_rows.masked_fill(~of_rows.isfinite(), 0)
     shape = rows.shape[0] if queries else 1, kv_heads, -1, *[1] * (rows.dim() - 2)  # of query heads that share a K/V head
     largest = of_rows.amax(queries, keepdim=True).reshape(shape).amax(2)
     total = of_rows.sum(queries, keepdim=True).reshape(shape).sum(2)

@@ -363,6 +363,22 @@ def test_rows_without_keys_have_zeros_as_gradients_of_the_log_sum_exp(training):
     assert (gradients[0][:3] == 0).all() and (gradients[0][3:] != 0).any() and (gradients[1] != 0).any()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_sequence_that_is_not_finite_leaves_others_the_gradients_of_the_log_sum_exp(training, value):
+    packed = Packed([(5, 5), (4, 6)])
+    given = [tensor.requires_grad_() for tensor in packed.tensors]
+
+    def gradients():
+        _, lse = training.attention_varlen(*given, *packed.starts, causal=True, scale=SCALE, return_lse=True)
+        return torch.autograd.grad(lse, given[:2], torch.ones_like(lse))
+
+    expected = gradients()
+    with torch.no_grad():
+        packed.tensors[0][5:] = value
+    for got, alone in zip(gradients(), expected, strict=True):
+        assert torch.equal(got[:5], alone[:5]) and not got[5:].isfinite().all()
+
+
 @pytest.mark.long
 def test_compiled_and_in_transforms(loss):
     packed, function = loss

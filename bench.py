@@ -7,6 +7,7 @@ only be finite.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import inspect
@@ -200,6 +201,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     for name, default in defaults.items():
         values = getattr(options, name) or default
         setattr(options, name, list(dict.fromkeys(values)))
+    measured = chosen_stages(options.stage) if options.random is None else options.stage
+    if options.again and options.again not in measured:
+        parser.error(f"argument --again: {spoken(options.again)} is not one of the stages to measure")
     lengths = itertools.product(options.seq_len, options.kv_len)
     if True in options.causal and any(kv_len not in (None, seq_len) for seq_len, kv_len in lengths):
         parser.error("argument --kv-len: a causal workload has as many keys as queries; add --causal=no")
@@ -717,7 +721,10 @@ def main(argv: list[str]) -> int:
         show_stale()
         return 0
     if options.choice:
-        print(choices(options.about or stages.newest(), list(dict.fromkeys(work for _, work in cases(options)))))
+        with GPU.interpreted() if INTERPRETED else contextlib.nullcontext():
+            print(choices(options.about or stages.newest(), list(dict.fromkeys(work for _, work in cases(options)))))
+        if INTERPRETED:
+            print(f"These are the choices on an {GPU.name}, because no GPU is in use.")
         return 0
     if not INTERPRETED and not torch.cuda.is_available():
         raise SystemExit("no GPU is here; with TRITON_INTERPRET=1, as in `make bench`, bytes and FLOPs are counted on the CPU")

@@ -126,8 +126,9 @@ def implementations(records: list[dict]) -> list[str]:
 
 
 def spoken(name: str) -> str:
-    """Return an implementation's short name: a stage's version, or a library's usual name."""
-    return stages.version(name) if stages.position(name) else SPOKEN.get(name, name)
+    """Return an implementation's short name: a stage's version, or a library's usual name. `name` may end with `AGAIN`."""
+    name, again, _ = name.partition(AGAIN)
+    return (stages.version(name) if stages.position(name) else SPOKEN.get(name, name)) + again
 
 
 def paper(pass_: str, head_dim: int, causal: bool, seq_len: int) -> Workload:

@@ -1,5 +1,7 @@
 """Write a stage as a package that needs nothing else of this repository: `make export STAGE=newest TO=some/folder`."""
 
+import importlib.util
+import keyword
 import re
 import sys
 from modulefinder import ModuleFinder
@@ -62,8 +64,10 @@ def export(name: str, folder: Path) -> int:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     package = folder.resolve().name
-    if not package.isidentifier():
+    if not package.isidentifier() or keyword.iskeyword(package):
         raise SystemExit(f"TO={folder}: {package!r} is not a name that Python can import")
+    if importlib.util.find_spec(package):
+        raise SystemExit(f"TO={folder}: {package!r} is the name of another package; choose a new name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SystemExit(f"TO={folder} is there already; name a new folder")
     texts = {path: relative(path, (ROOT / path).read_text()) for path in files(name)}
@@ -77,9 +81,12 @@ def export(name: str, folder: Path) -> int:
     about["versions"] = " and ".join(map(" ".join, pinned))
     texts |= {"__init__.py": PACKAGE.format(**about), "README.md": README.format(**about)}
     texts |= {path.name: path.read_text() for path in ROOT.glob("LICENSE*")}
-    for path, text in texts.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    try:
+        for path, text in texts.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+    except OSError as error:
+        raise SystemExit(f"TO={folder}: {error.strerror}") from None
     return len(texts)
 
 

@@ -276,9 +276,9 @@ def sources(lines: list[str]) -> list[str]:
         return ["No run in results/ has speeds."]
     lengths = ", ".join(map(str, results.MEAN_OVER))
     parts = [
-        "speed: the stage's speed divided by its parent's, in the newest run that has both stages. It is the geometric mean "
-        f"over S={lengths}, with and without a causal mask, in float16; then the lowest and the highest of these ratios. "
-        "Square brackets have the run's GPU and commit.",
+        'speed: the stage\'s speed divided by that of the stage after "from", in the newest run that has both. It is the '
+        f"geometric mean over S={lengths}, with and without a causal mask, in float16; then the lowest and the highest of "
+        "these ratios. Square brackets have the run's GPU and commit.",
         "track: the same on the workloads of the stage's track." if "track: " in text else "",
         f"counted: one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles." if "counted: " in text else "",
     ]

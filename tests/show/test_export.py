@@ -39,6 +39,7 @@ def test_an_exported_stage_runs_alone(name, tmp_path):
 
 @pytest.mark.parametrize(("asked", "folder", "said"), [
     ("v99", "mine", "no stage is called"), ("v3", "my-stage", "not a name"), ("v3", ".", "is there already"),
+    ("v3", "class", "not a name"), ("v3", "torch", "another package"), ("v3", "other/mine", "Not a directory"),
 ])  # fmt: skip
 def test_what_cannot_be_exported_is_refused(asked, folder, said, tmp_path):
     (tmp_path / "other").touch()

@@ -260,7 +260,7 @@ def _differentiable(
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *options)
             if starts:
-                # Where no key is seen, weight may be anything. Outside of sequences, so may q and mean_key.
+                # Rows without keys may have any weight. Outside of sequences, q and mean_key may be anything, too.
                 weight, of_rows = weight.transpose(0, 1), lse.transpose(0, 1)[..., None]
                 unseen = (weight == 0) | (of_rows == -torch.inf) | _outside(starts[0], len(q))
                 of_q, of_k = ((weight * each).masked_fill(unseen, 0) for each in (mean_key, q))

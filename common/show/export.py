@@ -66,7 +66,8 @@ def export(name: str, folder: Path) -> int:
     package = folder.resolve().name
     if not package.isidentifier() or keyword.iskeyword(package):
         raise SystemExit(f"TO={folder}: {package!r} is not a name that Python can import")
-    if importlib.util.find_spec(package):
+    spec = importlib.util.find_spec(package)
+    if spec and spec.origin:  # an empty folder has no origin
         raise SystemExit(f"TO={folder}: {package!r} is the name of another package; choose a new name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SystemExit(f"TO={folder} is there already; name a new folder")

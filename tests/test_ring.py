@@ -112,7 +112,7 @@ def use_the_lse_on_rank_0(group):
 
 
 def of_negated_views(group):
-    """Return the differences between results for tensors with PyTorch's negative bit, and for negated tensors."""
+    """Return whether tensors with PyTorch's negative bit and negated tensors have equal results."""
     x, grad_out = torch.randn(2, 1, 2, 4, 16, device=DEVICE)
     leaf, attention = x.clone().requires_grad_(), functools.partial(ring_attention, stages.load("v3"), group=group)
     out = attention(leaf, leaf, leaf)

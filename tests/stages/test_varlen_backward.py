@@ -379,6 +379,21 @@ def test_a_sequence_that_is_not_finite_leaves_others_the_gradients_of_the_log_su
         assert torch.equal(got[:5], alone[:5]) and not got[5:].isfinite().all()
 
 
+def test_a_sequence_with_large_gradients_of_the_log_sum_exp_leaves_others_exact(training):
+    """The gradients' sum over the first sequence would overflow float16, but cancels. The second sequence's are small."""
+    packed, alone = Packed([(2000, 1), (4, 5)]), Packed([(4, 5)])
+    for tensor, whole in zip(alone.tensors, packed.tensors, strict=True):
+        tensor.copy_(whole[-len(tensor) :])
+    gradients = []
+    for one, large in ((packed, 2000), (alone, 0)):
+        k = one.tensors[1].requires_grad_()
+        _, lse = training.attention_varlen(*one.tensors, *one.starts, scale=SCALE, return_lse=True)
+        grad_lse = torch.full_like(lse, 1e-3)
+        grad_lse[:, 0:large:2], grad_lse[:, 1:large:2] = 1e4, -1e4
+        gradients.append(torch.autograd.grad(lse, k, grad_lse)[0][-5:])
+    torch.testing.assert_close(*gradients, rtol=4e-3, atol=1e-6)
+
+
 @pytest.mark.long
 def test_compiled_and_in_transforms(loss):
     packed, function = loss

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 import stages
-from common.measure.workloads import HIDDEN, TOKENS
+from common.measure.workloads import HIDDEN, TOKENS, Workload
 from common.show import lead, results, tracks
 from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
@@ -102,6 +102,23 @@ def versions(used: list[results.Run]) -> str:
     return ", ".join(f"{name} {' and '.join(each)}" for name, each in found.items())
 
 
+def _tokens(lengths: Iterable[int]) -> str:
+    """Return lengths in words: "1024, 4096 and 16384 tokens"."""
+    return f"{' and '.join(', '.join(map(str, sorted(set(lengths)))).rsplit(', ', 1))} tokens"
+
+
+def _inputs(works: Iterable[Workload]) -> list[str]:
+    """Return in words which lengths the workloads with wide scores have, and which those with sinks."""
+    lengths = {
+        "scores of σ > 1": {work.seq_len for work in works if work.score_std > 1},
+        "[sinks](docs/reading.md#glossary) (24 nats, at the first key also 8)": {
+            work.seq_len for work in works if work.sink and work.sink_head is None
+        },
+        "sinks in one head": {work.seq_len for work in works if work.sink_head is not None},
+    }
+    return [f"{words} have {_tokens(found)}" for words, found in lengths.items() if found]
+
+
 def headline(found: list[results.Run]) -> str:
     """Return three tables about the newest measured stage: beside the first stage and each library; beside the fastest library,
     with all that was measured; and what was measured. Each ratio of the first table is from the newest run that has both."""
@@ -129,19 +146,15 @@ def headline(found: list[results.Run]) -> str:
         f"{results.spoken(last)}, the newest", "TFLOP/s", *(f"× {results.spoken(name)}" for name in (first, *libraries))
     ]  # fmt: skip
     lead_of, used = lead.lead(last), sorted(used, key=lambda run: run.ended)
-    lengths = " and ".join(", ".join(map(str, results.MEAN_OVER)).rsplit(", ", 1))
-    of_scores = {work.seq_len for run in lead_of.runs.values() for work in run.works if work.sink or work.score_std != 1}
-    scores = (
-        f"; σ and [sinks](docs/reading.md#glossary) have {', '.join(map(str, sorted(of_scores)))} tokens, and sinks 8 or "
-        "24 nats at the first key, 24 nats in the middle"
-    ) * bool(of_scores)
+    inputs = _inputs({work for run in lead_of.runs.values() for work in run.works})
     facts = {
         "ties or losses on average": "; ".join(f"{column}: {', '.join(rows)}" for column, rows in lead_of.ends.items()) or "-",
-        "first table": f"float16, {lengths} tokens, causal and not; {TOKENS} tokens in a batch; heads · D = {HIDDEN}; standard "
-        f"deviation of scores σ = 1. Geometric mean (lowest–highest). GPUs and commits: {results.places(used)}",
+        "first table": f"float16, {_tokens(results.MEAN_OVER)}, causal and not; {TOKENS} tokens in a batch; heads · D = "
+        f"{HIDDEN}; standard deviation of scores σ = 1. Geometric "
+        f"mean (lowest–highest). GPUs and commits: {results.places(used)}",
         **({"not measured everywhere": "; ".join(partly)} if partly else {}),
         "second table": "geometric mean (lowest), and how many workloads are slower. Rows of lengths have the first table's "
-        f"shapes at that length{scores}; only rows of lengths have FlashAttention-2, up to D = 128. "
+        f"shapes at that length; {'; '.join([*inputs, 'only rows of lengths have FlashAttention-2'])}, up to D = 128. "
         "Random shapes: 100, each in one dtype; no constant was fitted to them, but 11 were measured as stages were written. "
         f"Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},

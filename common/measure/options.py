@@ -4,7 +4,9 @@ import argparse
 import itertools
 import json
 import re
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,14 +23,19 @@ from common.runtime import DEVICE
 def single(parse: Callable) -> Callable:
     """Return a function for argparse's `type` that converts the text of one value with `parse`.
 
-    `parse` raises ValueError with a message for the user if the text is invalid.
+    `parse` raises ValueError with a message for the user if the text is invalid. Its warnings go to stderr as notes, without a
+    line of our source code.
     """
 
     def parse_text(text):
-        try:
-            return parse(text.strip())
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        with warnings.catch_warnings(record=True) as notes:
+            try:
+                value = parse(text.strip())
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        for note in notes:
+            print(f"note: {note.message}", file=sys.stderr)
+        return value
 
     return parse_text
 

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import warnings
 from unittest.mock import Mock
 
 import pytest
@@ -33,6 +34,15 @@ def test_a_wrong_value_is_named_first_with_what_is_allowed(flag, value, message,
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.startswith(f"python -m common.measure.ncu: argument {flag}: {message}")
     assert said.splitlines()[1].startswith("usage: ")
+
+
+def test_warnings_become_notes_without_source_code(capsys):
+    def parse(text):
+        warnings.warn(f"{text} is another stage now", stacklevel=2)
+        return text
+
+    assert options.list_of(parse)("v9, v10") == ["v9", "v10"]
+    assert capsys.readouterr().err == "note: v9 is another stage now\nnote: v10 is another stage now\n"
 
 
 def test_implementations_are_baselines_and_stages():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.layout import addressable
+from common.layout import addressable, empty_rows
 from common.recording import Recorded
 from common.runtime import DEVICE, INTERPRETED
 
@@ -83,7 +83,10 @@ def entry(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def laid_out(*tensors: Tensor, **options):  # recorded, too: a replay need not look at the tensors again
-        return function(*map(addressable, tensors), **options)
+        first, *others = map(addressable, tensors)
+        if options.get("scale", 1) < 0 and not first.is_contiguous():  # stages negate q; the rows of -q may lie differently
+            first = empty_rows(first).copy_(first)
+        return function(first, *others, **options)
 
     recorded = laid_out if INTERPRETED else Recorded(laid_out)
 

@@ -70,6 +70,12 @@ def test_fake_results_are_laid_out_like_real_ones(stage, layout):
         torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE, 0), test_utils="test_faketensor")
 
 
+def test_a_negative_scale_with_repeated_rows(stage):
+    """A stage negates q. If q has a batch stride of 1, -q may have columns that are not contiguous."""
+    q, k, v, grad_out = make_inputs(64, 64, 64, batch=1, heads=2)
+    check(stage, q.as_strided(q.shape, (1, 64, 0, 1)), k, v, grad_out, causal=False, scale=-0.3)
+
+
 @pytest.mark.parametrize("columns", [8, 32])
 def test_rows_of_another_size_lie_in_the_same_order(columns):
     """`empty_rows` keeps the tensor's order of dimensions in memory, even if dimensions are expanded.

@@ -714,6 +714,7 @@ def main(argv: list[str]) -> int:
     The status is 1 if a result was wrong or a case failed. If a signal stops the run, the run still shows and saves the
     finished cases, and the status is 2.
     """
+    terminal.prepare()
     options = parse_options(argv)
     if found := stages.syntax_errors(*options.stage):
         raise SystemExit("\n".join(found))

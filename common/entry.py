@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.layout import addressable, empty_rows
 from common.recording import Recorded
-from common.runtime import DEVICE, INTERPRETED
+from common.runtime import DEVICE, INTERPRETED, NO_GPU
 
 
 class Lengths(NamedTuple):
@@ -63,7 +63,7 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
                 return function(first, *tensors, **options)
         return function(first, *tensors, **options)
     except RuntimeError as error:
-        if INTERPRETED or "active drivers" not in str(error):  # with these words Triton says that it found no GPU
+        if INTERPRETED or NO_GPU not in str(error):
             raise
         raise Unavailable(
             "kernels need a GPU, and none is here; TRITON_INTERPRET=1, set before Python starts, runs them on the CPU"

@@ -14,6 +14,7 @@ import triton
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
+NO_GPU = "active drivers"  # with these words Triton says that it found no GPU
 
 
 class _Thread(threading.local):

@@ -31,7 +31,7 @@ import triton
 
 import stages
 from common.kernels.tuning import tuners
-from common.measure.options import add_list, command, json_path, workloads_of, write_cases, write_json
+from common.measure.options import add_list, command, json_path, read_json, workloads_of, write_cases, write_json
 from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
@@ -135,9 +135,7 @@ def add_counts(options):
     """Count each case of the file on the interpreter, with the measured kernels' tiles. Add the counts to the file."""
     if DEVICE != "cpu":
         raise SystemExit("count works only on the interpreter: set TRITON_INTERPRET=1")
-    result = json.loads(options.file.read_text()) if options.file.exists() else {}
-    if "cases" not in result:
-        raise SystemExit(f"{options.file} is not a file that measure has written")
+    result = read_json(options.file, "cases")
     for case in result["cases"]:
         workload = Workload.of(case)
         print(f"{case['impl']} {workload.label}", file=sys.stderr, flush=True)

@@ -4,9 +4,7 @@ import argparse
 import itertools
 import json
 import re
-import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,19 +21,14 @@ from common.runtime import DEVICE
 def single(parse: Callable) -> Callable:
     """Return a function for argparse's `type` that converts the text of one value with `parse`.
 
-    `parse` raises ValueError with a message for the user if the text is invalid. Its warnings go to stderr as notes, without a
-    line of our source code.
+    `parse` raises ValueError with a message for the user if the text is invalid.
     """
 
     def parse_text(text):
-        with warnings.catch_warnings(record=True) as notes:
-            try:
-                value = parse(text.strip())
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(str(error)) from None
-        for note in notes:
-            print(f"note: {note.message}", file=sys.stderr)
-        return value
+        try:
+            return parse(text.strip())
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse_text
 
@@ -170,6 +163,16 @@ def require_hopper(module: str):
     on_gpu = DEVICE == "cuda" and torch.cuda.is_available()
     if reason := unavailable() if on_gpu else "needs a Hopper GPU (sm_90)":
         raise SystemExit(f"{module} {reason}")
+
+
+def read_json(path: Path, *keys: str) -> dict:
+    """Return the content of a JSON file that a command has written. Raise SystemExit if the file has no such keys."""
+    try:
+        found = json.loads(path.read_text())
+        [found[key] for key in keys]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise SystemExit(f"{path} is no file that this command has written") from None
+    return found
 
 
 def write_json(path: Path, content):

@@ -7,6 +7,7 @@ import tokenize
 import warnings
 
 import stages
+from common.runtime import NO_GPU
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,7 +21,7 @@ def prepare():
     """Let output replace characters that the terminal's encoding lacks by "?", and let a warning take one line.
 
     Also let the program end silently if a reader such as `head` closes the pipe. If a syntax error in a stage ends the program,
-    let it name the file and the line.
+    let it name the file and the line. If a missing GPU does, let it say so.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")
@@ -34,5 +35,7 @@ def _explain(kind, error, trace):
     found = stages.syntax_errors(*stages.names()) if isinstance(error, SyntaxError | tokenize.TokenError) else []
     if found:
         print(*found, sep="\n", file=sys.stderr)
+    elif isinstance(error, RuntimeError) and NO_GPU in str(error):
+        print("Triton finds no GPU here; with TRITON_INTERPRET=1, kernels run on the CPU", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

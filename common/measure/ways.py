@@ -10,7 +10,6 @@ the newest stage's choices take than the fastest ways.
 
 import dataclasses
 import functools
-import json
 import math
 import statistics
 import sys
@@ -25,7 +24,7 @@ from common.kernels.order import busiest
 from common.layout import cdiv
 from common.measure import machine
 from common.measure.baselines import BASELINES, refusal, timed_call
-from common.measure.options import command, list_of, one_of, positive, require_hopper, single, write_json
+from common.measure.options import command, list_of, one_of, positive, read_json, require_hopper, single, write_json
 from common.measure.progress import Progress
 from common.measure.random_shapes import HEAD_DIMS, JUDGED, draw
 from common.measure.timing import GpuTimer
@@ -188,7 +187,7 @@ def main(argv: list[str]):
     parser.add_argument("--head-dim", type=list_of(one_of(HEAD_DIMS)), default="64,128,256", help="a list: 64,128,256")
     options = parser.parse_args(argv)
     if options.fit:
-        return show_fit(json.loads(options.file.read_text()))
+        return show_fit(read_json(options.file, "machine_info", "records"))
     require_hopper("common.measure.ways")
     works = [
         work for work in draw(options.seed, options.count) if work.pass_ in options.pass_ and work.head_dim in options.head_dim

@@ -93,6 +93,7 @@ def export(name: str, folder: Path) -> int:
 
 def main(argv: list[str]):
     """Run the command line."""
+    terminal.prepare()
     parser = terminal.Parser(prog="make export", description=__doc__)
     parser.add_argument("stage", help="a stage, such as v3")
     parser.add_argument("folder", type=Path, help="the new package's directory")

@@ -3,13 +3,14 @@
 import argparse
 import errno
 import os
-import warnings
 from unittest.mock import Mock
 
 import pytest
+import torch
+import triton
 
 import stages
-from common.measure import ncu, options
+from common.measure import ncu, options, terminal
 
 
 @pytest.mark.parametrize(("place", "message"), [
@@ -36,13 +37,21 @@ def test_a_wrong_value_is_named_first_with_what_is_allowed(flag, value, message,
     assert said.splitlines()[1].startswith("usage: ")
 
 
-def test_warnings_become_notes_without_source_code(capsys):
-    def parse(text):
-        warnings.warn(f"{text} is another stage now", stacklevel=2)
-        return text
+@pytest.mark.parametrize("text", [None, "x", "[]", "{}"])
+def test_a_file_that_no_command_has_written_is_named(text, tmp_path):
+    path = tmp_path / "run.json"
+    if text:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=f"{path} is no file that this command has written"):
+        options.read_json(path, "records")
 
-    assert options.list_of(parse)("v9, v10") == ["v9", "v10"]
-    assert capsys.readouterr().err == "note: v9 is another stage now\nnote: v10 is another stage now\n"
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_missing_gpu_is_named(capsys):
+    with pytest.raises(RuntimeError) as raised:
+        triton.runtime.driver.active.get_current_device()
+    terminal._explain(raised.type, raised.value, raised.tb)
+    assert capsys.readouterr().err == "Triton finds no GPU here; with TRITON_INTERPRET=1, kernels run on the CPU\n"
 
 
 def test_implementations_are_baselines_and_stages():

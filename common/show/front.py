@@ -150,11 +150,12 @@ def headline(found: list[results.Run]) -> str:
     facts = {
         "ties or losses on average": "; ".join(f"{column}: {', '.join(rows)}" for column, rows in lead_of.ends.items()) or "-",
         "first table": f"float16, {_tokens(results.MEAN_OVER)}, causal and not; {TOKENS} tokens in a batch; heads · D = "
-        f"{HIDDEN}; standard deviation of scores σ = 1. Geometric "
-        f"mean (lowest–highest). GPUs and commits: {results.places(used)}",
+        f"{HIDDEN}; standard deviation of scores σ = 1. Geometric mean (lowest–highest). "
+        f"GPUs and commits: {results.places(used)}",
         **({"not measured everywhere": "; ".join(partly)} if partly else {}),
-        "second table": "geometric mean (lowest), and how many workloads are slower. Rows of lengths have the first table's "
-        f"shapes at that length; {'; '.join([*inputs, 'only rows of lengths have FlashAttention-2'])}, up to D = 128. "
+        "second table": "geometric mean (lowest), and how many workloads are slower, if only within the noise. Rows of "
+        "lengths have the first table's shapes at that length; "
+        f"{'; '.join([*inputs, 'only rows of lengths have FlashAttention-2'])}, up to D = 128. "
         "Random shapes: 100, each in one dtype; no constant was fitted to them, but 11 were measured as stages were written. "
         f"Files of results/: {', '.join(lead_of.runs)}",
         **{f"without {library}": "; ".join(words) for library, words in lead_of.without.items()},

@@ -353,10 +353,10 @@ def print_story(track: str | None = None):
     """Print a line for each stage of a track. By default, print a line for each stage of the trunk and for each track."""
     shown = [*_rows(track or stages.TRUNK), ""]
     if found := [] if track else stages.tracks():
-        shown.append("Tracks: from the stage where a track starts to its end, on the track's own workloads")
+        shown.append("Tracks: from the stage where a track starts to its end, on the workloads of the track's table")
         shown += [*(_track_row(each, max(map(len, found))) for each in found), ""]
     about = tracks.read(track)
-    where = f"Workloads: {about.words}." if about else "" if track else f"D = {HEAD_DIM}, float16."
+    where = f"Workloads: {about.words}." if about else "" if track else f"Trunk: D = {HEAD_DIM}, float16."
     words = (
         f"×: speed over the stage before. Bar: share of the fastest library's speed, 100 %: {bar(1).strip()}. "
         f"Empty: not measured, or same code. {where}"

@@ -16,16 +16,27 @@ from common.show.results import AGAIN, CHANGED, LEGEND, Run, changed, present, s
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _SHAPE = ("B", "H", "Hkv", "S", "Sk")  # the words of a workload's label that differ between the rows of a table
 _PARENT = "× parent"
+_V0 = "× v0"
 _KV_RATE = "GB/s of K, V"  # a column for runs in which the number of keys differs from that of queries
 _IN_A_ROW = "µs in a row"  # a column for runs of short calls
 _NEW = "host µs, new lengths"  # another one
 _HEADERS = (
-    "ms", "± IQR", "TFLOP/s", _PARENT, "× v0", "% of cuDNN", "% of matmul", "peak extra MB",
+    "ms", "± IQR", "TFLOP/s", _PARENT, _V0, "% of cuDNN", "% of matmul", "peak extra MB",
     "host µs", _NEW, _IN_A_ROW, _KV_RATE,
 )  # fmt: skip
+_MEANINGS = {
+    _PARENT: "the speed of a stage divided by the speed of its parent",
+    "± IQR": "the times' interquartile range",
+    "% of matmul": "of the rate of a large matmul of PyTorch",
+    "peak extra MB": "memory that the call takes, results included",
+    "host µs": "the CPU's time for a call, median ± interquartile range",
+    _NEW: "the same if a call's lengths are new",
+    _IN_A_ROW: "the time per call of calls in a row",
+    AGAIN.strip(): "the same code, measured twice",
+}
 # Columns that a narrow table drops, in this order.
 _LEFT_OUT = (
-    _NEW, "host µs", "% of matmul", "tiles", "peak extra MB", "launches", _IN_A_ROW, "× v0", "± IQR", "% of cuDNN", _KV_RATE
+    _NEW, "host µs", "% of matmul", "tiles", "peak extra MB", "launches", _IN_A_ROW, _V0, "± IQR", "% of cuDNN", _KV_RATE
 )  # fmt: skip
 
 
@@ -127,7 +138,7 @@ def _cells(record, group, run) -> dict:
         "± IQR": _milliseconds(record["iqr_ms"]),
         "TFLOP/s": _number(record["tflops"], 1),
         _PARENT: "=" if same else _number(gain, 2),
-        "× v0": _number(times_as_fast(stages.names()[0]), 2),
+        _V0: _number(times_as_fast(stages.names()[0]), 2),
         "% of cuDNN": _number(times_as_fast("sdpa-cudnn", 100), 0),
         "% of matmul": _number(ceiling and 100 * record["tflops"] / ceiling, 0),
         "peak extra MB": _number(record["peak_extra_mib"] * MIB_IN_MB, 1),
@@ -158,14 +169,16 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     run, records = Run(records, machine), present(records)
     decoding = any(record.get("kv_len", record["seq_len"]) != record["seq_len"] for record in records)
     short, new = (any(name in record for record in records) for name in ("in_a_row_us", "host_new_us"))
-    headers = [header for header in _HEADERS if {_NEW: new, _IN_A_ROW: short, _KV_RATE: decoding}.get(header, True)]
+    of_v0 = any(record["impl"] == stages.names()[0] for record in records)
+    headers = [header for header in _HEADERS if {_NEW: new, _IN_A_ROW: short, _KV_RATE: decoding, _V0: of_v0}.get(header, True)]
     tables = grouped(records, headers, lambda record, group: _cells(record, group, run), columns)
     commit = machine["commit"] if columns is None else short_commit(machine["commit"])
     facts = [machine["gpu"], f"torch {machine['torch']}", f"triton {machine['triton']}", f"commit {commit}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
     facts += [f"copy {machine['copy_gbps']:.0f} GB/s"] if "copy_gbps" in machine else []
-    parts = [", ".join(facts), f"{_PARENT}: the speed of a stage divided by the speed of its parent."]
-    parts += legend("\n".join(tables)) + tables
+    shown = "\n".join(tables)
+    meanings = "; ".join(f"{sign}: {words}" for sign, words in _MEANINGS.items() if f" {sign} " in shown)
+    parts = [", ".join(facts), *[f"{meanings}."] * bool(meanings), *legend(shown), *tables]
     if any(record.get("launch_hidden") is False for record in records):
         parts.append("* The GPU waited for the CPU's launch, so this time includes some of the CPU's time.")
     if columns is not None:

@@ -36,6 +36,14 @@ def test_a_table_compares_with_the_parent_v0_cudnn_and_matmul():
         assert fact in table
 
 
+def test_columns_are_explained_and_those_that_nothing_fills_are_left_out():
+    table = speed_table([record(V2, 1.0), record(f"{V2} (again)", 1.0)], GPU)
+    assert "× parent: the speed of a stage divided by the speed of its parent; ± IQR: " in table
+    assert "(again): the same code, measured twice." in table and "µs in a row" not in table and "× v0" not in table
+    assert "(again)" not in speed_table([record(V2, 1.0)], GPU)
+    assert "IQR" not in speed_table([record(V2, 1.0)], GPU, columns=60)
+
+
 def test_there_is_a_table_for_each_kind_of_workload_with_lengths_and_stages_in_order():
     changes = [{"pass": "bwd"}, {"causal": True}, {"dtype": "float32"}, {"score_std": 2.5}, {"value_dim": 64}]
     records = [record(V0, 1.0, **change) for change in changes]

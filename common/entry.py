@@ -84,7 +84,7 @@ def entry(function: Callable) -> Callable:
     @functools.wraps(function)
     def laid_out(*tensors: Tensor, **options):  # recorded, too: a replay need not look at the tensors again
         first, *others = map(addressable, tensors)
-        if options.get("scale", 1) < 0 and not first.is_contiguous():  # stages negate q; the rows of -q may lie differently
+        if options.get("scale", 1) < 0 and first.stride().count(1) > 1:  # stages take -q, where the other may be innermost
             first = empty_rows(first).copy_(first)
         return function(first, *others, **options)
 

@@ -169,9 +169,10 @@ def read_json(path: Path, *keys: str) -> dict:
     """Return the content of a JSON file that a command has written. Raise SystemExit if the file has no such keys."""
     try:
         found = json.loads(path.read_text())
-        [found[key] for key in keys]
-    except (OSError, ValueError, LookupError, TypeError):
-        raise SystemExit(f"{path} is no file that this command has written") from None
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= set(keys):
+        raise SystemExit(f"{path} is no file that this command has written")
     return found
 
 
